@@ -1,0 +1,70 @@
+"""The ragged layout of one step: what the batching decides and what the engine computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.sampling import SamplingBatch
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """The distributions behind the scheduled draft tokens of a step, padded to the longest (C2).
+
+    Only slots `k < verify_len[r]` are read. The tokens themselves lie in `StepPlan.token_ids`.
+    """
+
+    q_ids: npt.NDArray[np.int32]  # [R, max_verify_len, draft_top_k] support; pad with -1
+    q_probs: npt.NDArray[np.float32]  # [R, max_verify_len, draft_top_k] sums to one over the support
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One flattened target forward over R rows (requests) and B tokens.
+
+    A row is either a chunk of prefill (verify_len 0, any query_len) or a round: the anchor followed by `verify_len`
+    draft tokens (query_len = 1 + verify_len). A row with `samples` false is a prefill chunk that does not end its
+    prompt; it yields features but no token.
+    """
+
+    step: int
+    request_ids: tuple[str, ...]  # [R]
+    token_ids: npt.NDArray[np.int32]  # [B]
+    positions: npt.NDArray[np.int32]  # [B] absolute
+    cu_query_len: npt.NDArray[np.int32]  # [R + 1]
+    context_len: npt.NDArray[np.int32]  # [R] tokens whose K/V lie in the cache before this step
+    block_tables: npt.NDArray[np.int32]  # [R, max_blocks_of_the_batch] physical block ids, padded with 0
+    slot_mapping: npt.NDArray[np.int32]  # [B] physical slot = block_id * block_size + offset
+    verify_len: npt.NDArray[np.int32]  # [R]
+    samples: npt.NDArray[np.bool_]  # [R]
+    sampling: SamplingBatch  # R rows
+    draft: DraftTokens | None = None  # None when no row verifies anything
+
+    def __post_init__(self) -> None:
+        query_len = np.diff(self.cu_query_len)
+        assert self.cu_query_len[0] == 0 and self.cu_query_len[-1] == len(self.token_ids) == len(self.positions)
+        assert (query_len >= 1 + self.verify_len).all(), f"query_len {query_len} verify_len {self.verify_len}"
+        assert (self.verify_len[~self.samples] == 0).all()
+        assert self.verify_len.max(initial=0) == 0 or self.draft is not None
+        assert len(self.slot_mapping) == len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def batch_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the target made of a `StepPlan`."""
+
+    num_accepted: npt.NDArray[np.int32]  # [R] draft tokens accepted, 0 for prefill rows
+    next_token: npt.NDArray[np.int32]  # [R] recovered or bonus token; -1 where `samples` is false
+    features: npt.NDArray[np.uint16] | npt.NDArray[np.float32] | None = field(default=None)
+    """[B, num_taps * hidden] tapped outputs of every token of the step; bf16 as uint16 bits. None without taps."""

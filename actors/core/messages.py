@@ -1,0 +1,278 @@
+"""Every message between processes, grouped by the receiver.
+
+Rules (contract C4). A message about a request carries the request's `generation` (bumped each time the ingress
+re-submits it) and a committed length, so that a late, repeated or reordered message is recognised and dropped instead
+of being repaired. All messages are idempotent. Batches are structs of arrays: one message a step, not one a request.
+
+Lengths: `committed_len` counts prompt plus committed output tokens. The anchor is the last of them, at absolute
+position `committed_len - 1`; the draft context of a request covers positions `0 .. committed_len - 2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.sampling import SamplingBatch, SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a process receives messages. `epoch` changes when the process is a new incarnation."""
+
+    name: str
+    role: Literal["target", "drafter", "allocator", "ingress", "supervisor"]
+    uri: str
+    public_key: str
+    epoch: str
+
+
+# --- received by a target rank --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Ask for room: KV for `prompt_len + max_new_tokens` tokens and a place in the queue."""
+
+    request_id: str
+    reply_to: Endpoint
+    prompt_len: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class AdmittedRequest:
+    """A validated request, sent once its reservation was granted.
+
+    `prompt_ids` are the prompt plus every token the client already has; `num_prior_tokens` says how many of those are
+    output (0 for a fresh request), so that `max_new_tokens`, token indices and position keys go on where they were.
+    """
+
+    request_id: str
+    generation: int
+    reply_to: Endpoint
+    prompt_ids: Int32
+    num_prior_tokens: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True)
+class AbortRequest:
+    """The client has gone, a stop string was found, or the time is up. Frees KV and draft state within one step."""
+
+    request_id: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class ProposalBatch:
+    """Draft blocks of several requests (N of them), from one drafter.
+
+    `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
+    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there.
+    """
+
+    drafter: str
+    request_ids: tuple[str, ...]
+    generations: Int32  # [N]
+    committed_lens: Int32  # [N]
+    draft_token_ids: Int32  # [N, gamma]
+    confidences: Float32  # [N, gamma] calibrated conditional acceptance
+    q_ids: Int32  # [N, gamma, draft_top_k]
+    q_probs: Float32  # [N, gamma, draft_top_k]
+    draft_time_s: float
+
+
+@dataclass(frozen=True)
+class VerifyBudget:
+    """How many draft tokens a rank may verify, decided from survivals at least two steps old (C3)."""
+
+    rank: str
+    epoch: str
+    based_on_step: int
+    for_step: int
+    expires_step: int
+    max_draft_tokens: int  # K
+    min_survival: float  # price lambda
+    rule: str = "lagged"
+
+    def __post_init__(self) -> None:
+        if self.based_on_step > self.for_step - 2:
+            raise AnticipatingBudgetError(
+                f"based_on_step={self.based_on_step} for_step={self.for_step}: a budget may only use survivals at "
+                "least two steps old; build it from an older StepReport"
+            )
+
+
+class AnticipatingBudgetError(ValueError):
+    """A verification budget was derived from confidences too fresh to keep the output distribution (C3)."""
+
+
+# --- received by a drafter ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommitBatch:
+    """What one step committed for the requests of one drafter, and which of them want a block next.
+
+    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns
+    rows `cu_feature_len[i] : cu_feature_len[i + 1]`, for absolute positions starting at `first_positions[i]`. After
+    this message the draft context of request i covers positions up to `committed_lens[i] - 2`. A request the drafter
+    has not seen is opened by it; when `first_positions[i]` is beyond what the drafter holds (it restarted), the
+    context simply starts there. bfloat16 travels as uint16 bits.
+    """
+
+    rank: Endpoint
+    step: int
+    request_ids: tuple[str, ...]
+    generations: Int32  # [N]
+    committed_lens: Int32  # [N]
+    anchor_token_ids: Int32  # [N]
+    wants_block: npt.NDArray[np.bool_]  # [N] False while a long prompt is still being prefilled
+    first_positions: Int32  # [N]
+    cu_feature_len: Int32  # [N + 1]
+    features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]
+    sampling: SamplingBatch  # N rows
+
+
+@dataclass(frozen=True)
+class CloseDraft:
+    """These requests are over (or moved away): forget their context."""
+
+    rank: str
+    request_ids: tuple[str, ...]
+
+
+# --- received by the allocator --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank did in one step. `survivals` are those current at `step`: they may steer step + 2 and later."""
+
+    rank: Endpoint
+    step: int
+    step_time_s: float  # forward, acceptance and commit
+    draft_wait_s: float  # time the rank stood waiting for proposals before this step
+    num_requests: int
+    num_prefill_tokens: int
+    batch_tokens: int
+    context_tokens: int
+    survivals: Float32  # [R, gamma]; a row of zeros for a request without a proposal
+    num_proposed: Int64  # [gamma] this step, per position
+    num_scheduled: Int64  # [gamma]
+    num_accepted: Int64  # [gamma]
+    num_committed: int
+    num_free_blocks: int
+    num_blocks: int
+    num_waiting: int
+    budget_rule: str
+    budget_used: int
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The measured cost curve of a rank, with the identity it belongs to. Sent at start and on request."""
+
+    rank: Endpoint
+    identity: str
+    batch_tokens: Int32  # [G] ascending
+    num_requests: Int32  # [G]
+    step_time_s: npt.NDArray[np.float64]  # [G] median seconds of a complete step
+    draft_time_s: npt.NDArray[np.float64]  # [G] median seconds of drafting for num_requests
+    gamma: int
+
+
+@dataclass(frozen=True)
+class Subscribe:
+    """An ingress (or a dashboard) wants the load view; repeated every second as a heartbeat."""
+
+    subscriber: Endpoint
+
+
+# --- received by an ingress replica ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReservationReply:
+    """`granted`, or why not and when to try again."""
+
+    rank: str
+    request_id: str
+    granted: bool
+    reason: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """New tokens of one request. `first_index` counts output tokens from the start of the stream, prior ones too."""
+
+    request_id: str
+    generation: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_rounds: int = 0  # cumulative for the request on this rank
+    num_proposed: int = 0
+    num_scheduled: int = 0
+    num_accepted: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class TokenDeltas:
+    """Everything one rank has for one ingress replica after one step (C9)."""
+
+    rank: str
+    epoch: str
+    step: int
+    deltas: tuple[TokenDelta, ...]
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    rank: str
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    predicted_tpot_s: float  # time per output token a new request would see
+    age_s: float
+
+
+@dataclass(frozen=True)
+class LoadView:
+    """The allocator's picture of all ranks; routers choose by it. Advisory."""
+
+    version: int
+    ranks: tuple[RankLoad, ...] = field(default_factory=tuple)
+
+
+Message = (
+    Reserve
+    | AdmittedRequest
+    | AbortRequest
+    | ProposalBatch
+    | VerifyBudget
+    | CommitBatch
+    | CloseDraft
+    | StepReport
+    | RankProfile
+    | Subscribe
+    | ReservationReply
+    | TokenDeltas
+    | LoadView
+)

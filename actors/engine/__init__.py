@@ -1,0 +1,1 @@
+"""Computing: torch engines that know nothing of Ray."""

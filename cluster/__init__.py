@@ -1,0 +1,1 @@
+"""Assembly and ingress: Ray Serve, HTTP, the `dspark` command."""

@@ -1,0 +1,1 @@
+"""Declared configuration: schema, presets, bundled models."""
