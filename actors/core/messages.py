@@ -261,6 +261,28 @@ class LoadView:
     ranks: tuple[RankLoad, ...] = field(default_factory=tuple)
 
 
+# --- control: what the supervisor's `routing()` answers ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankRoute:
+    """One target rank as the supervisor knows it. A new incarnation has another `endpoint.epoch`."""
+
+    endpoint: Endpoint
+    state: Literal["starting", "ready", "draining", "dead"]
+    reason: str = ""  # why it is not ready, for /health
+
+
+@dataclass(frozen=True)
+class RoutingTable:
+    """Where streams may go. `version` rises with every change; an older table is ignored."""
+
+    version: int
+    ranks: tuple[RankRoute, ...] = field(default_factory=tuple)
+    allocator: Endpoint | None = None
+    max_model_len: int = 0  # what the loaded target allows, in tokens; 0 = not known yet
+
+
 Message = (
     Reserve
     | AdmittedRequest

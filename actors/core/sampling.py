@@ -29,6 +29,7 @@ class SamplingParams:
         seed: the user's seed, or None.
         noise_key: 64-bit key of the request's random numbers: the seed where there is one, else drawn at random by
             the ingress once per request (so a replayed stream keeps its key).
+        speculation: False asks for plain decoding of this request (verify_len always 0).
     """
 
     temperature: float = 1.0
@@ -36,6 +37,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     noise_key: int = 0
+    speculation: bool = True
 
     @property
     def rule(self) -> int:
