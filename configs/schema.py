@@ -16,7 +16,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The target and its drafter."""
 
-    name: str = Field("smollm2-135m-instruct", description="Model name that clients use in requests.")
+    name: str = Field(
+        "smollm2-135m-instruct", description="Model name that clients use in requests."
+    )
     path: str = Field(
         "smollm2-135m",
         description="Folder name under configs/models/, a directory of safetensors, or a hub id (owner/name).",
@@ -25,7 +27,9 @@ class ModelConfig(Section):
         "bundled",
         description="Drafter checkpoint directory; 'bundled' = drafter/ beside the model; null = no speculation.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Number format of weights and activations.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Number format of weights and activations."
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engines compute.")
     numerics: Literal["reproducible", "fast"] = Field(
         "reproducible",
@@ -39,27 +43,43 @@ class TargetConfig(Section):
     """Every target rank."""
 
     num_ranks: int = Field(1, ge=1, le=1024, description="Target actors (data parallel replicas).")
-    num_threads: int = Field(0, ge=0, description="CPU threads of one rank; 0 = share the node's cores evenly.")
-    num_cpus: float = Field(0.5, ge=0, description="CPUs Ray reserves for one rank (a placement weight, not a limit).")
+    num_threads: int = Field(
+        0, ge=0, description="CPU threads of one rank; 0 = share the node's cores evenly."
+    )
+    num_cpus: float = Field(
+        0.5, ge=0, description="CPUs Ray reserves for one rank (a placement weight, not a limit)."
+    )
     num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for one rank.")
     block_size: int = Field(16, ge=1, le=256, description="KV cache block, in tokens.")
     kv_cache_tokens: int = Field(32768, ge=64, description="KV cache of one rank, in tokens.")
     max_running: int = Field(32, ge=1, description="Requests that run at once on one rank.")
-    max_waiting: int = Field(128, ge=0, description="Granted requests that may wait for a place on one rank.")
-    max_batch_tokens: int = Field(256, ge=8, description="Tokens of one forward, prefill chunks included.")
+    max_waiting: int = Field(
+        128, ge=0, description="Granted requests that may wait for a place on one rank."
+    )
+    max_batch_tokens: int = Field(
+        256, ge=8, description="Tokens of one forward, prefill chunks included."
+    )
 
 
 class DrafterConfig(Section):
     """Every drafter actor."""
 
-    num_actors: int = Field(1, ge=1, le=1024, description="Drafter actors; ranks are spread over them evenly.")
-    num_threads: int = Field(0, ge=0, description="CPU threads of one drafter; 0 = share the node's cores evenly.")
+    num_actors: int = Field(
+        1, ge=1, le=1024, description="Drafter actors; ranks are spread over them evenly."
+    )
+    num_threads: int = Field(
+        0, ge=0, description="CPU threads of one drafter; 0 = share the node's cores evenly."
+    )
     num_cpus: float = Field(0.5, ge=0, description="CPUs Ray reserves for one drafter.")
     num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for one drafter.")
     gamma: int = Field(5, ge=1, le=32, description="Draft tokens a block offers for verification.")
-    draft_top_k: int = Field(64, ge=1, le=1024, description="Support of the sparse draft distribution, in tokens.")
+    draft_top_k: int = Field(
+        64, ge=1, le=1024, description="Support of the sparse draft distribution, in tokens."
+    )
     max_wait_ms: float = Field(
-        250.0, ge=0, description="Longest a rank waits for a proposal before it runs a plain step, in milliseconds."
+        250.0,
+        ge=0,
+        description="Longest a rank waits for a proposal before it runs a plain step, in milliseconds.",
     )
 
 
@@ -67,16 +87,23 @@ class PolicyConfig(Section):
     """How verification budgets are decided."""
 
     name: Literal["none", "static_length", "static_threshold", "algorithm1", "lagged"] = Field(
-        "lagged", description="none = no speculation; lagged = measured curves and survivals two steps old."
+        "lagged",
+        description="none = no speculation; lagged = measured curves and survivals two steps old.",
     )
-    static_length: int = Field(5, ge=0, le=32, description="Draft tokens verified per request by static_length.")
+    static_length: int = Field(
+        5, ge=0, le=32, description="Draft tokens verified per request by static_length."
+    )
     static_threshold: float = Field(
         0.3, ge=0, le=1, description="Lowest survival verified by static_threshold (a probability)."
     )
     min_predicted_gain: float = Field(
-        0.0, ge=0, description="Relative gain over no speculation below which a budget is not applied."
+        0.0,
+        ge=0,
+        description="Relative gain over no speculation below which a budget is not applied.",
     )
-    budget_ttl_steps: int = Field(8, ge=1, description="Steps after which a budget is stale and the rank decides alone.")
+    budget_ttl_steps: int = Field(
+        8, ge=1, description="Steps after which a budget is stale and the rank decides alone."
+    )
 
 
 class IngressConfig(Section):
@@ -85,21 +112,29 @@ class IngressConfig(Section):
     host: str = Field("127.0.0.1", description="Address the endpoint listens on.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the endpoint.")
     num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Longest a request may take, in seconds.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="Longest a request may take, in seconds."
+    )
     max_stop_strings: int = Field(16, ge=1, description="Stop strings one request may carry.")
-    reservation_timeout_s: float = Field(5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds.")
+    reservation_timeout_s: float = Field(
+        5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."
+    )
 
 
 class LinkConfig(Section):
     """Hot messages between actors."""
 
-    kind: Literal["zmq", "actor"] = Field("zmq", description="zmq sockets, or plain Ray actor calls.")
+    kind: Literal["zmq", "actor"] = Field(
+        "zmq", description="zmq sockets, or plain Ray actor calls."
+    )
 
 
 class ClusterConfig(Section):
     """Everything `dspark serve` needs to know."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The target and its drafter.")
+    model: ModelConfig = Field(
+        default_factory=ModelConfig, description="The target and its drafter."
+    )
     target: TargetConfig = Field(default_factory=TargetConfig, description="Target ranks.")
     drafter: DrafterConfig = Field(default_factory=DrafterConfig, description="Drafter actors.")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="Verification budgets.")

@@ -18,7 +18,7 @@ class DraftTokens:
     """
 
     q_ids: npt.NDArray[np.int32]  # [R, max_verify_len, draft_top_k] support; pad with -1
-    q_probs: npt.NDArray[np.float32]  # [R, max_verify_len, draft_top_k] sums to one over the support
+    q_probs: npt.NDArray[np.float32]  # [R, max_verify_len, draft_top_k] sums to 1 over support
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StepPlan:
     positions: npt.NDArray[np.int32]  # [B] absolute
     cu_query_len: npt.NDArray[np.int32]  # [R + 1]
     context_len: npt.NDArray[np.int32]  # [R] tokens whose K/V lie in the cache before this step
-    block_tables: npt.NDArray[np.int32]  # [R, max_blocks_of_the_batch] physical block ids, padded with 0
+    block_tables: npt.NDArray[np.int32]  # [R, max_blocks] physical block ids, padded with 0
     slot_mapping: npt.NDArray[np.int32]  # [B] physical slot = block_id * block_size + offset
     verify_len: npt.NDArray[np.int32]  # [R]
     samples: npt.NDArray[np.bool_]  # [R]
@@ -45,8 +45,11 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         query_len = np.diff(self.cu_query_len)
-        assert self.cu_query_len[0] == 0 and self.cu_query_len[-1] == len(self.token_ids) == len(self.positions)
-        assert (query_len >= 1 + self.verify_len).all(), f"query_len {query_len} verify_len {self.verify_len}"
+        assert self.cu_query_len[0] == 0 and self.cu_query_len[-1] == len(self.token_ids)
+        assert len(self.positions) == len(self.token_ids)
+        assert (query_len >= 1 + self.verify_len).all(), (
+            f"query_len {query_len} verify_len {self.verify_len}"
+        )
         assert (self.verify_len[~self.samples] == 0).all()
         assert self.verify_len.max(initial=0) == 0 or self.draft is not None
         assert len(self.slot_mapping) == len(self.token_ids)

@@ -68,5 +68,9 @@ class SamplingBatch:
 
     def rows(self, index: npt.NDArray[np.intp] | list[int]) -> SamplingBatch:
         return SamplingBatch(
-            self.temperature[index], self.top_p[index], self.top_k[index], self.noise_key[index], self.rule[index]
+            self.temperature[index],
+            self.top_p[index],
+            self.top_k[index],
+            self.noise_key[index],
+            self.rule[index],
         )

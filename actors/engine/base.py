@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import CommitBatch, ProposalBatch
 
@@ -23,13 +20,15 @@ class TargetSpec:
     num_layers: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    tap_layer_ids: tuple[int, ...]  # 0-based decoder layers whose raw outputs are the features; () without a drafter
+    # 0-based decoder layers whose raw outputs are the features; () without a drafter
+    tap_layer_ids: tuple[int, ...]
     dtype: Literal["float32", "bfloat16"]
     device: str
     numerics: Literal["reproducible", "fast"]
     num_blocks: int  # physical KV blocks
     block_size: int  # tokens a block
-    identity: str  # hash of weights, dtype, device, threads: a cost curve is only valid for the same one
+    # hash of weights, dtype, device, threads: a cost curve is only valid for the same one
+    identity: str
 
     @property
     def feature_dim(self) -> int:

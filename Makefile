@@ -1,0 +1,84 @@
+# make serve | test | lint | format | setup | clean. Each sets up what it needs; a second call is instant.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+ARGS ?=
+
+GROUPS := architecture pure torch_cpu ray_local http
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help setup serve test lint format oracle clean
+
+help:
+	@echo "make serve         start the cluster in the foreground (ARGS='--config single-node-gpu')"
+	@echo "make test          lint, types, floors, then every test that needs no GPU"
+	@echo "make lint          ruff, mypy and import-linter alone"
+	@echo "make format        rewrite the code in the one format"
+	@echo "make setup         create .venv with everything the above need"
+	@echo "make clean         remove environments and caches"
+
+# torch goes first and alone: resolved together with the rest, pip would fetch the CUDA build on a CPU machine.
+.venv/.torch: constraints.txt
+	@echo "setup: creating .venv and installing torch (about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+.venv/.runtime: .venv/.torch pyproject.toml
+	@echo "setup: installing the runtime"
+	@$(PIP) install --quiet -c constraints.txt -e .
+	@touch $@
+
+.venv/.ready: .venv/.runtime
+	@echo "setup: installing test tools"
+	@$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	@$(PIP) check
+	@touch $@
+
+# transformers is only an oracle: it must never share an environment with our `kernels` package.
+.oracle/.ready: constraints.txt
+	@echo "setup: creating .oracle with transformers (about a minute)"
+	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
+	@.oracle/bin/pip --disable-pip-version-check install --quiet "$$(grep '^torch==' constraints.txt)"
+	@.oracle/bin/pip --disable-pip-version-check install --quiet -c constraints.txt transformers safetensors numpy
+	@.oracle/bin/pip --disable-pip-version-check check
+	@touch $@
+
+setup: .venv/.ready
+
+oracle: .oracle/.ready
+
+serve: .venv/.runtime
+	@exec env -u OMP_NUM_THREADS $(BIN)/dspark serve $(ARGS)
+
+lint: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Groups run from cheap to dear and stop at the first that fails. The pure group is the one whose coverage counts.
+test: lint oracle
+	@for group in $(GROUPS); do \
+	  compgen -G "tests/$$group/test_*.py" >/dev/null || { echo "tests/$$group: no tests"; continue; }; \
+	  echo "== tests/$$group"; \
+	  if [ "$$group" = pure ]; then \
+	    $(BIN)/coverage run -m pytest "tests/$$group" -q $(ARGS); \
+	    $(BIN)/coverage report; \
+	  else \
+	    $(BIN)/pytest "tests/$$group" -q $(ARGS); \
+	  fi; \
+	done
+
+clean:
+	rm -rf .venv .oracle .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
