@@ -119,6 +119,18 @@ class IngressConfig(Section):
     reservation_timeout_s: float = Field(
         5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."
     )
+    default_max_tokens: int = Field(
+        1024, ge=1, description="Output tokens of a chat request that names no limit (at most the context)."
+    )
+    stall_timeout_s: float = Field(
+        30.0, gt=0, description="Silence of a running stream after which it is replayed, in seconds."
+    )
+    replay_timeout_s: float = Field(
+        60.0, gt=0, description="Longest a stream waits for a rank to go on after it lost its own, in seconds."
+    )
+    proxy: Literal["auto", "haproxy", "python"] = Field(
+        "auto", description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy."
+    )
 
 
 class LinkConfig(Section):
