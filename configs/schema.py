@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """A part of the configuration."""
+    """A part of the configuration. Strict: `yes` is no number and "2" is no integer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -120,16 +124,23 @@ class IngressConfig(Section):
         5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."
     )
     default_max_tokens: int = Field(
-        1024, ge=1, description="Output tokens of a chat request that names no limit (at most the context)."
+        1024,
+        ge=1,
+        description="Output tokens of a chat request that names no limit (at most the context).",
     )
     stall_timeout_s: float = Field(
-        30.0, gt=0, description="Silence of a running stream after which it is replayed, in seconds."
+        30.0,
+        gt=0,
+        description="Silence of a running stream after which it is replayed, in seconds.",
     )
     replay_timeout_s: float = Field(
-        60.0, gt=0, description="Longest a stream waits for a rank to go on after it lost its own, in seconds."
+        60.0,
+        gt=0,
+        description="Longest a stream waits for a rank to go on after it lost its own, in seconds.",
     )
     proxy: Literal["auto", "haproxy", "python"] = Field(
-        "auto", description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy."
+        "auto",
+        description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
     )
 
 
@@ -152,3 +163,52 @@ class ClusterConfig(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="Verification budgets.")
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="HTTP front.")
     link: LinkConfig = Field(default_factory=LinkConfig, description="Hot messages between actors.")
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> ClusterConfig:
+        for field, problem, remedy in self._conflicts():
+            raise PydanticCustomError(
+                "conflict",
+                "{field}: {problem}; {remedy}",
+                {"field": field, "problem": problem, "remedy": remedy},
+            )
+        return self
+
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """(field, problem, remedy) of each pair of settings that cannot both hold."""
+        model, target, drafter = self.model, self.target, self.drafter
+        if drafter.gamma > target.max_batch_tokens - 1:
+            yield (
+                "drafter.gamma",
+                f"one round (gamma + 1 tokens) exceeds target.max_batch_tokens = {target.max_batch_tokens}",
+                f"use at most {target.max_batch_tokens - 1}, or raise target.max_batch_tokens",
+            )
+        usable = target.kv_cache_tokens // target.block_size * target.block_size
+        if model.max_model_len > usable:
+            yield (
+                "model.max_model_len",
+                f"one request of that length exceeds the {usable} tokens of a rank's KV cache",
+                f"use at most {usable}, or raise target.kv_cache_tokens",
+            )
+        if self.policy.name == "static_length" and self.policy.static_length > drafter.gamma:
+            yield (
+                "policy.static_length",
+                f"longer than the block of drafter.gamma = {drafter.gamma} tokens",
+                f"use at most {drafter.gamma}, or raise drafter.gamma",
+            )
+        if self.ingress.reservation_timeout_s > self.ingress.request_timeout_s:
+            yield (
+                "ingress.reservation_timeout_s",
+                f"longer than ingress.request_timeout_s = {self.ingress.request_timeout_s:g}",
+                "use a shorter one",
+            )
+        for name, reserved in (("target", target.num_gpus), ("drafter", drafter.num_gpus)):
+            if model.device == "cuda" and reserved == 0 and not self._idle(name):
+                yield (
+                    f"{name}.num_gpus",
+                    "Ray hides every GPU from an actor that reserves none, but model.device = cuda",
+                    "use 1, or a fraction to share one GPU",
+                )
+
+    def _idle(self, section: str) -> bool:
+        return section == "drafter" and self.model.drafter is None
