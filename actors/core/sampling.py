@@ -11,11 +11,19 @@ A request is sampled by one of three laws (contract C1):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 RULE_GREEDY, RULE_REJECTION, RULE_COUPLED = 0, 1, 2
+
+PURPOSE_TOKEN = 0  # the Gumbel noise over tokens that target and drafter share (coupled)
+PURPOSE_ACCEPT = 1  # whether the draft token at this position is accepted
+PURPOSE_SAMPLE = 2  # the recovered or bonus token at this position
+PURPOSE_DRAFT = 16  # + k: the draft token in slot k of a block (rejection)
+PURPOSE_BITS = 8
+UNIFORM_BITS = 48  # of a scalar draw: few enough that u * total < total in float64
 
 
 @dataclass(frozen=True)
@@ -74,3 +82,87 @@ class SamplingBatch:
             self.noise_key[index],
             self.rule[index],
         )
+
+
+class _KeyMix(NamedTuple):
+    """64-bit mixing of (key, counter). Signed, as torch wants them."""
+
+    first_add: int
+    rounds: tuple[tuple[int, int], ...]  # x = (x ^ x >>> shift) * multiplier
+    last_shift: int
+
+
+class _ElementMix(NamedTuple):
+    """32-bit mixing of (row hash, token id); the row hash enters in two halves, before and inside the rounds."""
+
+    spread: int
+    rounds: tuple[tuple[int, int], ...]
+    last_shift: int
+
+
+KEY_MIX = _KeyMix(
+    first_add=-3523213507765823157,
+    rounds=((32, 5097467698724206865), (29, -5695733411279296339)),
+    last_shift=31,
+)
+ELEMENT_MIX = _ElementMix(
+    spread=-656511307, rounds=((16, 1660672833), (15, -388785857), (17, -1143555411)), last_shift=15
+)
+
+_MASK_32, _MASK_64 = 2**32 - 1, 2**64 - 1
+
+
+def row_hash(
+    keys: npt.NDArray[np.uint64], positions: npt.ArrayLike, purpose: npt.ArrayLike
+) -> npt.NDArray[np.uint64]:
+    """64 mixed bits for each (key, absolute position, purpose); shapes broadcast."""
+    counter = (np.asarray(positions, np.uint64) << np.uint64(PURPOSE_BITS)) + np.asarray(
+        purpose, np.uint64
+    )
+    x = np.asarray(keys, np.uint64)
+    with np.errstate(over="ignore"):
+        for add in (np.uint64(KEY_MIX.first_add & _MASK_64), counter):
+            x = x + add
+            for shift, multiplier in KEY_MIX.rounds:
+                x = (x ^ (x >> np.uint64(shift))) * np.uint64(multiplier & _MASK_64)
+            x = x ^ (x >> np.uint64(KEY_MIX.last_shift))
+    return x
+
+
+def uniform(
+    keys: npt.NDArray[np.uint64], positions: npt.ArrayLike, purpose: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
+    """One uniform in the open interval (0, 1) for each (key, absolute position, purpose); shapes broadcast."""
+    bits = row_hash(keys, positions, purpose) >> np.uint64(64 - UNIFORM_BITS)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-UNIFORM_BITS
+
+
+def token_uniforms(
+    keys: npt.NDArray[np.uint64], positions: npt.ArrayLike, token_ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32]:
+    """The uniforms behind the noise that target and drafter share, [n, m] for rows [n] and token ids [m] or [n, m]."""
+    row = row_hash(keys, positions, PURPOSE_TOKEN)[:, None]
+    low, high = (
+        (row & np.uint64(_MASK_32)).astype(np.uint32),
+        (row >> np.uint64(32)).astype(np.uint32),
+    )
+    with np.errstate(over="ignore"):
+        x = (
+            np.atleast_2d(token_ids).astype(np.uint32) * np.uint32(ELEMENT_MIX.spread & _MASK_32)
+        ) ^ low
+        for step, (shift, multiplier) in enumerate(ELEMENT_MIX.rounds):
+            x = (x ^ (x >> np.uint32(shift))) * np.uint32(multiplier & _MASK_32)
+            if step == 0:
+                x = x + high
+    x = (x ^ (x >> np.uint32(ELEMENT_MIX.last_shift))) & np.uint32(0x7FFFFFFF)
+    u = (x.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+    capped: npt.NDArray[np.float32] = np.minimum(u, np.float32(1.0 - 2.0**-24))
+    return capped
+
+
+def gumbel_noise(
+    keys: npt.NDArray[np.uint64], positions: npt.ArrayLike, token_ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32]:
+    """Gumbel noise of each (row, token), up to the rounding of the logarithm equal to the kernels' one."""
+    noise: npt.NDArray[np.float32] = -np.log(-np.log1p(-token_uniforms(keys, positions, token_ids)))
+    return noise

@@ -1,0 +1,397 @@
+"""Torch twins of the decisions: processed distributions, acceptance, block sampling. CPU or CUDA, no Triton.
+
+This is the specification. It also is the fast path on CPU, so nothing here loops over requests or tokens.
+
+The *position* of a draw is the absolute position of the token it decides: the draft token x_k of a row whose anchor
+sits at position a has position a + k, and so has the token the target puts there itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.core.sampling import (
+    PURPOSE_ACCEPT,
+    PURPOSE_DRAFT,
+    PURPOSE_SAMPLE,
+    RULE_COUPLED,
+    RULE_GREEDY,
+    RULE_REJECTION,
+    SamplingBatch,
+)
+from kernels.noise import coupled_argmax, exponential_noise, uniform
+
+_BLOCK = 32  # candidates that share one maximum in `largest`
+MIN_TEMPERATURE = 1e-5
+MIN_RESIDUAL_MASS = 1e-8
+
+
+# --- processed distributions ----------------------------------------------------------------------------------------
+
+
+def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, sorted: values and indices [n, k].
+
+    The k largest lie in the k blocks with the largest maxima, so a wide row costs one pass and two short searches
+    instead of a partial sort of all of it.
+    """
+    num_rows, width = x.shape
+    if width <= 4 * k * _BLOCK or width % _BLOCK:
+        return torch.topk(x, k, dim=-1)
+    blocks = x.view(num_rows, width // _BLOCK, _BLOCK)
+    chosen = torch.topk(blocks.amax(-1), k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    candidates = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).view(num_rows, -1)
+    values, index = torch.topk(candidates, k, dim=-1)
+    return values, chosen.gather(1, index // _BLOCK) * _BLOCK + index % _BLOCK
+
+
+def process_logits(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, *, truncates: bool = True
+) -> Tensor:
+    """The distributions that are served, [L, V]: temperature, then top-k, then top-p on what is left, renormalised.
+
+    Tokens that tie with the last one kept are kept too, so the result does not depend on a sort order.
+
+    Args:
+        logits: [L, V]; computed in float32, or in float64 when given so. -inf forbids a token.
+        temperature, top_p, top_k: [L]; temperature above zero (greedy rows want an argmax, not a distribution).
+        truncates: False skips the search; right when no row has top_p < 1 or top_k > 0.
+    """
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    probs = torch.softmax(
+        precise / temperature.to(precise.dtype).clamp(min=MIN_TEMPERATURE)[:, None], dim=-1
+    )
+    if not truncates:
+        return probs
+    rows = torch.nonzero((top_p < 1.0) | (top_k > 0)).flatten()
+    if rows.numel() == len(probs):
+        return _truncate(probs, top_p, top_k)
+    if rows.numel():
+        probs[rows] = _truncate(probs[rows], top_p[rows], top_k[rows])
+    return probs
+
+
+def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Zero what top-k and top-p exclude and renormalise. [n, V], [n], [n]."""
+    vocab = probs.shape[1]
+    width = min(vocab, 128)
+    floor = torch.zeros_like(probs[:, 0])
+    open_rows = torch.arange(len(probs), device=probs.device)
+    while True:
+        found, enough = _smallest_kept(probs[open_rows], top_p[open_rows], top_k[open_rows], width)
+        floor[open_rows] = found
+        open_rows = open_rows[~enough]
+        if width == vocab or not open_rows.numel():
+            break
+        width = min(vocab, width * 8)  # few rows get here: a flat distribution with a large top_p
+    kept = probs.masked_fill(probs < floor[:, None], 0.0)
+    return kept.div_(kept.sum(-1, keepdim=True))
+
+
+def _smallest_kept(
+    probs: Tensor, top_p: Tensor, top_k: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Probability of the last token kept, judged from the `width` largest; and whether these were enough. [n], [n]."""
+    vocab = probs.shape[1]
+    values, _ = largest(probs, width)
+    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)[:, None]
+    within = torch.arange(width, device=probs.device) < limit
+    mass = (values * within).double().cumsum(-1)
+    total = torch.where(limit[:, 0] <= width, mass[:, -1], 1.0)
+    # Keep a token while the mass before it has not reached top_p: the smallest set that reaches it.
+    before = mass - values.double() * within
+    keep = within & (before < (top_p.double() * total)[:, None]) | (top_p >= 1.0)[:, None] & within
+    count = keep.sum(-1).clamp(min=1)
+    enough = (limit[:, 0] <= width) | (count < width) | (width == vocab)
+    return values.gather(1, count[:, None] - 1)[:, 0], enough
+
+
+def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """First index whose cumulated weight exceeds u * total. [n, m], [n] float64 in (0, 1) → [n].
+
+    So the outcome as a function of u is a step function with its steps at cumsum(weights) / total.
+    """
+    cumulated = weights.double().cumsum(-1)
+    return torch.searchsorted(cumulated, (u * cumulated[:, -1])[:, None], right=True)[:, 0]
+
+
+# --- the target's side ----------------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """Uniforms that replace the keyed ones of rejection rows, float64, so that tests can enumerate them."""
+
+    accept: Tensor  # [R, max_verify_len]
+    sample: Tensor  # [R]
+
+
+class RuleGroup(NamedTuple):
+    """The requests of a step that share an acceptance rule. r requests, l rows of logits, W the longest verify_len."""
+
+    rule: int
+    requests: Tensor  # [r] row of the step plan
+    logit_rows: (
+        Tensor | None
+    )  # [l] this group's rows among the logits; None when they are all of them
+    row_start: Tensor  # [r] first of the request's 1 + verify_len rows, within the group
+    request_of_row: Tensor  # [l] index within the group
+    decided_positions: Tensor  # [l] absolute position of the token each row decides
+    verify_len: Tensor  # [r]
+    draft_token_ids: Tensor  # [r, W] -1 pads
+    q_ids: Tensor  # [r, W, K] -1 pads
+    q_probs: Tensor  # [r, W, K]
+    temperature: Tensor  # [r]
+    top_p: Tensor  # [r]
+    top_k: Tensor  # [r]
+    noise_key: Tensor  # [r] int64
+    truncates: bool
+
+
+class VerifyBatch(NamedTuple):
+    """What acceptance needs to know of a `StepPlan`, on the device. Build with `kernels.rejection.verify_batch`."""
+
+    num_requests: int  # rows of the step plan
+    token_rows: Tensor  # [L] flattened tokens whose logits are needed, request after request
+    groups: tuple[RuleGroup, ...]
+
+
+def verify(logits: Tensor, batch: VerifyBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """Apply each request's acceptance rule (C1; paper section 2.1).
+
+    rejection: accept x_k with min(1, p(x_k) / q(x_k)); after the first rejection sample norm(max(p - q, 0)); after
+    the last scheduled slot sample p, whatever the drafter proposed beyond it.
+    coupled: the token of a position is argmax(log p + g); a draft token is accepted iff it equals it. greedy: same
+    with the argmax of the logits.
+
+    Args:
+        logits: [L, V] of the flattened tokens `batch.token_rows`.
+
+    Returns:
+        num_accepted [R] int64 and next_token [R] int64; 0 and -1 where the plan row does not sample.
+    """
+    num_accepted = torch.zeros(batch.num_requests, dtype=torch.long, device=logits.device)
+    next_token = torch.full_like(num_accepted, -1)
+    for group in batch.groups:
+        own = logits if group.logit_rows is None else logits[group.logit_rows]
+        if group.rule == RULE_REJECTION:
+            accepted, token = _verify_rejection(own, group, draws)
+        else:
+            accepted, token = _verify_equality(_emitted(own, group), group)
+        num_accepted[group.requests] = accepted
+        next_token[group.requests] = token
+    return num_accepted, next_token
+
+
+def _probs(logits: Tensor, group: RuleGroup) -> Tensor:
+    of = group.request_of_row
+    return process_logits(
+        logits, group.temperature[of], group.top_p[of], group.top_k[of], truncates=group.truncates
+    )
+
+
+def _emitted(logits: Tensor, group: RuleGroup) -> Tensor:
+    """The token each row emits under a rule that needs no fresh randomness, [l]."""
+    if group.rule == RULE_GREEDY:
+        return logits.argmax(-1)
+    return coupled_argmax(
+        _probs(logits, group), group.noise_key[group.request_of_row], group.decided_positions
+    )
+
+
+def _verify_equality(emitted: Tensor, group: RuleGroup) -> tuple[Tensor, Tensor]:
+    slots = torch.arange(group.draft_token_ids.shape[1], device=emitted.device)
+    scheduled = slots < group.verify_len[:, None]
+    rows = (group.row_start[:, None] + slots).clamp(max=len(emitted) - 1)
+    accepted = _leading_run((emitted[rows] == group.draft_token_ids) & scheduled)
+    return accepted, emitted[group.row_start + accepted]
+
+
+def _verify_rejection(
+    logits: Tensor, group: RuleGroup, draws: Draws | None
+) -> tuple[Tensor, Tensor]:
+    probs = _probs(logits, group)
+    slots = torch.arange(group.draft_token_ids.shape[1], device=logits.device)
+    scheduled = slots < group.verify_len[:, None]
+    rows = (group.row_start[:, None] + slots).clamp(max=len(probs) - 1)
+    if draws is None:
+        accept_u = uniform(group.noise_key[:, None], group.decided_positions[rows], PURPOSE_ACCEPT)
+    else:
+        accept_u = draws.accept[group.requests][:, : len(slots)]
+    drafted = group.draft_token_ids
+    p = probs[rows, drafted.clamp(min=0)]
+    q = (group.q_probs * (group.q_ids == drafted[..., None])).sum(-1)
+    accepted = _leading_run((accept_u * q < p) & (q > 0) & scheduled)
+    # The row after the accepted run: p there is the plain target law, or the residual where a draft was refused.
+    last = group.row_start + accepted
+    weights = probs[last]
+    if len(slots):
+        weights = _residual(weights, accepted, group)
+    if draws is None:
+        sample_u = uniform(group.noise_key, group.decided_positions[last], PURPOSE_SAMPLE)
+    else:
+        sample_u = draws.sample[group.requests]
+    return accepted, inverse_cdf(weights, sample_u)
+
+
+def _residual(target: Tensor, accepted: Tensor, group: RuleGroup) -> Tensor:
+    """max(p - q, 0) for requests whose run ended in a rejection, p for the others. [r, V], unnormalised."""
+    slot = accepted.clamp(max=group.draft_token_ids.shape[1] - 1)[:, None, None].expand(
+        -1, 1, group.q_ids.shape[2]
+    )
+    q_ids, q_probs = group.q_ids.gather(1, slot)[:, 0], group.q_probs.gather(1, slot)[:, 0]
+    refused = (accepted < group.verify_len)[:, None]
+    q_probs = torch.where(refused & (q_ids >= 0), q_probs, 0.0).to(target.dtype)
+    residual = target.scatter_add(1, q_ids.clamp(min=0), -q_probs).clamp_(min=0)
+    return torch.where(residual.sum(-1, keepdim=True) > MIN_RESIDUAL_MASS, residual, target)
+
+
+def _leading_run(accept: Tensor) -> Tensor:
+    return accept.long().cumprod(-1).sum(-1)
+
+
+# --- the drafter's side ---------------------------------------------------------------------------------------------
+
+
+class MarkovHead(NamedTuple):
+    """The vanilla sequential head (paper Eq. 4-5): bias_k = W2 · W1[x_{k-1}]."""
+
+    w1: Tensor  # [V, r] over the target's vocabulary
+    w2: Tensor  # [V', r] over the draft vocabulary
+
+
+class DraftSampling(NamedTuple):
+    """Sampling parameters of N requests on the drafter's device. Build with `DraftSampling.of`."""
+
+    temperature: Tensor  # [N]
+    top_p: Tensor  # [N]
+    top_k: Tensor  # [N]
+    noise_key: Tensor  # [N] int64
+    rule: Tensor  # [N]
+    all_greedy: bool
+    any_coupled: bool
+    any_truncated: bool
+
+    @classmethod
+    def of(cls, batch: SamplingBatch, device: torch.device | str = "cpu") -> DraftSampling:
+        return cls(
+            torch.from_numpy(batch.temperature).to(device),
+            torch.from_numpy(batch.top_p).to(device),
+            torch.from_numpy(batch.top_k.astype(np.int64)).to(device),
+            torch.from_numpy(batch.noise_key.view(np.int64)).to(device),
+            torch.from_numpy(batch.rule.astype(np.int64)).to(device),
+            all_greedy=bool((batch.rule == RULE_GREEDY).all()),
+            any_coupled=bool((batch.rule == RULE_COUPLED).any()),
+            any_truncated=bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any()),
+        )
+
+
+class BlockSample(NamedTuple):
+    draft_token_ids: Tensor  # [N, gamma] int64, the target's ids
+    q_ids: Tensor  # [N, gamma, draft_top_k] int64, most probable first; -1 pads
+    q_probs: Tensor  # [N, gamma, draft_top_k] float32
+    markov_embeddings: Tensor | None  # [N, gamma, r] W1[x_{k-1}], for the confidence head
+
+
+def sample_block(
+    base_logits: Tensor,
+    markov: MarkovHead | None,
+    anchors: Tensor,
+    anchor_positions: Tensor,
+    sampling: DraftSampling,
+    draft_top_k: int,
+    d2t: Tensor | None = None,
+    draws: Tensor | None = None,
+) -> BlockSample:
+    """Sample x_1..x_gamma left to right with the Markov bias (paper Eq. 4-6, C2), for N requests at once.
+
+    Each slot samples from its corrected distribution restricted to the `draft_top_k` largest logits, with the
+    request's temperature, top-k and top-p applied within that support; `q_probs` is exactly that distribution.
+    Greedy rows take the argmax, with probability one in `q_probs[..., 0]` and padding after it. Coupled rows take
+    the argmax of log q + g with the noise the target uses for that position.
+
+    Args:
+        base_logits: [N, gamma, V'] any float type.
+        anchors: [N] ids in the target's vocabulary; anchor_positions: [N] their absolute positions.
+        d2t: [V'] target id of each draft id; None when the vocabularies are the same.
+        draws: [N, gamma] float64 uniforms that replace the keyed ones of rejection rows (tests enumerate them).
+    """
+    num_rows, gamma, vocab = base_logits.shape
+    width = min(draft_top_k, vocab)
+    device = base_logits.device
+    q_ids = torch.full((num_rows, gamma, draft_top_k), -1, dtype=torch.long, device=device)
+    q_probs = torch.zeros((num_rows, gamma, draft_top_k), device=device)
+    drafted = torch.empty((num_rows, gamma), dtype=torch.long, device=device)
+    embeddings = []
+    if draws is None:
+        draws = draft_uniforms(sampling.noise_key, anchor_positions, gamma)
+    previous = anchors.long()
+    for k in range(gamma):
+        logits = base_logits[:, k]
+        if markov is not None:
+            embedding = markov.w1[previous]
+            embeddings.append(embedding)
+            logits = logits.float() + (embedding @ markov.w2.T).float()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if sampling.all_greedy:
+            index = logits.argmax(-1, keepdim=True)
+            ids, probs = (
+                index if d2t is None else d2t[index],
+                torch.ones_like(index, dtype=torch.float32),
+            )
+            previous = ids[:, 0]
+        else:
+            values, index = largest(logits, width)
+            ids = index if d2t is None else d2t[index]
+            probs = _support_probs(values, sampling)
+            previous = _draw_from_support(
+                ids, probs, sampling, anchor_positions + k + 1, draws[:, k]
+            )
+            ids = ids.masked_fill(
+                (sampling.rule == RULE_GREEDY)[:, None] & (torch.arange(width, device=device) > 0),
+                -1,
+            )
+        q_ids[:, k, : ids.shape[1]] = ids
+        q_probs[:, k, : ids.shape[1]] = probs
+        drafted[:, k] = previous
+    return BlockSample(drafted, q_ids, q_probs, torch.stack(embeddings, 1) if embeddings else None)
+
+
+def draft_uniforms(keys: Tensor, anchor_positions: Tensor, gamma: int) -> Tensor:
+    """The keyed draws of rejection rows, [N, gamma].
+
+    The slot is part of the purpose, so that a position drafted again in a later round gets a fresh draw: the first
+    one has already shown in confidences that may have steered budgets since, and conditioned on them it is no longer
+    uniform.
+    """
+    slots = torch.arange(gamma, device=keys.device)
+    return uniform(keys[:, None], anchor_positions[:, None] + slots + 1, PURPOSE_DRAFT + slots)
+
+
+def _support_probs(values: Tensor, sampling: DraftSampling) -> Tensor:
+    """q over a support sorted by logit, [N, K] float32; one-hot for greedy rows."""
+    greedy = (sampling.rule == RULE_GREEDY)[:, None]
+    scale = sampling.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    probs = torch.softmax((values - values[:, :1]) / scale, dim=-1).float()
+    rank = torch.arange(values.shape[1], device=values.device)
+    if sampling.any_truncated:
+        limit = torch.where(sampling.top_k > 0, sampling.top_k, values.shape[1])[:, None]
+        probs = probs.masked_fill(rank >= limit, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+        before = probs.cumsum(-1) - probs
+        probs = probs.masked_fill((before >= sampling.top_p[:, None]) & (rank > 0), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.where(greedy, (rank == 0).float(), probs)
+
+
+def _draw_from_support(
+    ids: Tensor, probs: Tensor, sampling: DraftSampling, positions: Tensor, draws: Tensor
+) -> Tensor:
+    slot = inverse_cdf(probs, draws)
+    if sampling.any_coupled:
+        shared = (probs / exponential_noise(sampling.noise_key, positions, ids)).argmax(-1)
+        slot = torch.where(sampling.rule == RULE_COUPLED, shared, slot)
+    return ids.gather(1, slot[:, None])[:, 0]
