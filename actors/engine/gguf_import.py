@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def ensure_smollm2(cache_dir: Path | None = None, *, progress: bool = True) -> P
         if final.exists() and not is_complete(final):
             shutil.rmtree(final)
         try:
-            os.replace(staged, final)
+            staged.replace(final)
         except OSError:
             if not is_complete(final):  # another process finished the same conversion first
                 raise
@@ -126,9 +125,7 @@ def convert(gguf_path: Path, out_dir: Path, *, progress: bool = True) -> None:
     out_dir.mkdir(parents=True)
     config = json.loads((BUNDLED_DIR / "config.json").read_text(encoding="utf-8"))
     reader = GGUFReader(gguf_path)
-    bar = tqdm(
-        reader.tensors, desc="converting SmolLM2-135M", unit="tensor", disable=not progress
-    )
+    bar = tqdm(reader.tensors, desc="converting SmolLM2-135M", unit="tensor", disable=not progress)
     tensors = dict(_converted(bar, config))
     save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
     for name in BUNDLED_FILES:

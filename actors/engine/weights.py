@@ -52,7 +52,9 @@ class Checkpoint(Mapping[str, Tensor]):
             try:
                 handle = safe_open(path, framework="pt")
             except Exception as error:  # safetensors raises its own untyped errors
-                raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+                raise CheckpointError(
+                    f"{path} cannot be read ({error}); download it again"
+                ) from error
             self._handles[path] = handle
             for name in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
                 self._file_of[name] = path
@@ -102,10 +104,13 @@ def check_names(checkpoint: Mapping[str, Tensor], wanted: set[str], optional: se
     present = set(checkpoint)
     missing = sorted(wanted - present)
     extra = sorted(present - wanted - optional)
-    problems = [f"missing {name!r}" for name in missing] + [f"unexpected {name!r}" for name in extra]
+    problems = [f"missing {name!r}" for name in missing] + [
+        f"unexpected {name!r}" for name in extra
+    ]
     if problems:
         raise CheckpointError(
-            "checkpoint and config.json disagree: " + ", ".join(problems[:8])
+            "checkpoint and config.json disagree: "
+            + ", ".join(problems[:8])
             + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
         )
 

@@ -1,0 +1,1 @@
+"""Drafters: small models that propose a block of tokens for the target to verify."""

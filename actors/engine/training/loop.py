@@ -1,0 +1,226 @@
+"""The training loop: exact resume, atomic checkpoints, a log line a step, a loss curve."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.training.dataset import Batch, OnPolicyDataset
+from actors.engine.training.losses import Labels, LossWeights, block_loss, confidence_loss
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """One run. `max_steps` shapes the cosine and may change at a resume; the rest should not."""
+
+    max_steps: int
+    learning_rate: float = 1e-3
+    final_rate: float = 0.03  # of the peak
+    warmup_steps: int = 60
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    num_sequences: int = 8
+    num_anchors: int = 32
+    seed: int = 1
+    checkpoint_every_s: float = 240.0
+    loss: LossWeights = field(default_factory=LossWeights)
+    bf16: bool = True
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of `step`: linear warm-up, then a cosine to `final_rate`."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        done = min(1.0, step / max(1, self.max_steps))
+        floor = self.final_rate
+        return (
+            self.learning_rate * warm * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+        )
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """What one step measured; rates are weighted means over its blocks, per slot."""
+
+    step: int
+    loss: float
+    ce: float
+    tv: float
+    distill: float
+    confidence: float
+    agree: list[float]
+    accept: list[float]
+    rate: float
+    seconds: float
+
+
+class Trainer:
+    """Trains `model` on a dataset; every step's batch depends on (seed, step) and the snapshot only."""
+
+    def __init__(self, model: DSparkModel, data: OnPolicyDataset, options: TrainingOptions) -> None:
+        """Build the optimiser; call `load` to continue an earlier run."""
+        self.model, self.data, self.options = model, data, options
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": options.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.step = 0
+        self.to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long)
+        self.to_draft[model.draft_ids] = torch.arange(model.config.draft_vocab_size)
+
+    def train_step(self) -> StepLog:
+        """Run one optimiser step and return its measurements."""
+        started = time.perf_counter()
+        rate = self.options.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        rng = np.random.default_rng((self.options.seed, self.step))
+        drawn = self.data.draw(rng, self.options.num_sequences, self.options.num_anchors)
+        batch = self.data.batch(drawn, self.model.config.block_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        total, parts = self.losses(batch)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+        self.optimizer.step()
+        self.step += 1
+        return StepLog(step=self.step, rate=rate, seconds=time.perf_counter() - started, **parts)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Return (total loss, the fields of StepLog it determines)."""
+        model, options = self.model, self.options
+        gamma, width = model.config.block_size, model.config.hidden_size
+        valid = batch.valid.flatten()
+        weights = (options.loss.slots(gamma) * batch.valid).flatten()
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
+            hidden = model.backbone(batch.features, batch.anchors, batch.anchor_ids)
+        hidden = hidden.view(-1, width)
+        rows = model.markov_embedding(batch.previous.flatten())
+        assert rows is not None and model.markov_head is not None
+        labels = Labels(
+            self.to_draft[batch.labels.flatten()],
+            batch.teacher_hidden.view(-1, width),
+            batch.teacher_lse.flatten(),
+            weights,
+        )
+        vocabulary = block_loss(
+            hidden, rows, model.markov_head.markov_w2.weight, model.head, labels, options.loss
+        )
+        confidence = confidence_loss(
+            model.confidence_logits(hidden, rows), vocabulary.accept, weights
+        )
+        total = vocabulary.total + options.loss.confidence * confidence
+        parts = {
+            "loss": total.item(),
+            "ce": vocabulary.ce.item(),
+            "tv": vocabulary.tv.item(),
+            "distill": vocabulary.distill.item(),
+            "confidence": confidence.item(),
+            "agree": _per_slot(vocabulary.agree.float(), valid, gamma),
+            "accept": _per_slot(vocabulary.accept, valid, gamma),
+        }
+        return total, parts
+
+    def run(self, out_dir: Path, until_s: float | None = None) -> None:
+        """Train to `max_steps` or the wall-clock time `until_s`, logging and checkpointing."""
+        out_dir.mkdir(parents=True, exist_ok=True)
+        saved = time.monotonic()
+        with (out_dir / "log.jsonl").open("a", encoding="utf-8") as log:
+            for entry in self._steps(until_s):
+                log.write(json.dumps(asdict(entry)) + "\n")
+                if time.monotonic() - saved > self.options.checkpoint_every_s:
+                    log.flush()
+                    self.save(out_dir / "checkpoint.pt")
+                    saved = time.monotonic()
+        self.save(out_dir / "checkpoint.pt")
+        plot_log(out_dir / "log.jsonl", out_dir / "loss.png")
+
+    def _steps(self, until_s: float | None) -> Iterator[StepLog]:
+        bar = tqdm(
+            total=self.options.max_steps,
+            initial=self.step,
+            desc="training",
+            unit="step",
+            mininterval=5.0,
+        )
+        smooth = None
+        while self.step < self.options.max_steps and (until_s is None or time.time() < until_s):
+            entry = self.train_step()
+            smooth = entry.loss if smooth is None else 0.98 * smooth + 0.02 * entry.loss
+            bar.set_postfix(loss=f"{smooth:.3f}", agree=f"{entry.agree[0]:.2f}", refresh=False)
+            bar.update()
+            yield entry
+        bar.close()
+
+    def save(self, path: Path) -> None:
+        """Write model, optimiser, step and data snapshot; the file is replaced whole or not at all."""
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "shards": self.data.shards,
+            "draft_ids": self.model.draft_ids,
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `save` wrote (read with torch.load)."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = int(state["step"])
+
+
+def _per_slot(values: Tensor, valid: Tensor, gamma: int) -> list[float]:
+    counts = valid.view(-1, gamma).sum(0).clamp_min(1)
+    sums = (values * valid).view(-1, gamma).sum(0)
+    return [round(v, 4) for v in (sums / counts).tolist()]
+
+
+def plot_log(log: Path, png: Path) -> None:
+    """Draw the loss and the agreement of slots 1, 3 and last against steps, smoothed over 50."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    if not entries:
+        return
+    steps = [e["step"] for e in entries]
+    window = np.ones(min(50, len(entries))) / min(50, len(entries))
+
+    def smooth(values: list[float]) -> Any:
+        return np.convolve(values, window, "valid")
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), dpi=90)
+    at = steps[len(window) - 1 :]
+    for name in ("ce", "tv", "confidence"):
+        left.plot(at, smooth([e[name] for e in entries]), label=name)
+    for slot in dict.fromkeys((0, 2, len(entries[0]["agree"]) - 1)):
+        right.plot(
+            at, smooth([e["agree"][slot] for e in entries]), label=f"agreement, slot {slot + 1}"
+        )
+    for axis in (left, right):
+        axis.set_xlabel("step")
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(png)
+    pyplot.close(figure)
