@@ -1,0 +1,30 @@
+"""`dspark bench`: tokens per second. `--engine-only` measures the target alone, without speculation or HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cluster.console import CommandError, emit_json, note, say, table
+from configs.load import load
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    if not arguments.engine_only:
+        raise CommandError(
+            "only the engine is measured so far: add --engine-only; "
+            "`dspark demo` measures the whole cluster",
+            exit_code=2,
+        )
+    if min(arguments.batch) < 1:
+        raise CommandError(f"--batch {min(arguments.batch)}: use at least 1", exit_code=2)
+    config = load(arguments.config, arguments.set)
+    from actors.engine import bench as engine_bench  # imports torch: only when it is measured
+
+    report: dict[str, Any] = dict(engine_bench.run(config, arguments.batch, progress=note))
+    if arguments.json:
+        emit_json(report)
+    else:
+        rows = [[size, f"{rate:.1f}"] for size, rate in report["tokens_per_s"].items()]
+        say(table(["batch", "tokens/s"], rows))
+    return 0

@@ -1,0 +1,126 @@
+"""The `dspark` command. Parsing only: each command lives in its own module and is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from cluster.console import CommandError, emit_json, note
+from cluster.run_state import DEFAULT_STATE_FILE
+from configs.load import DEFAULT_PRESET, ConfigError, preset_names
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 success, 1 failure, 2 bad arguments or configuration)."""
+    arguments = _parser().parse_args(argv)
+    module, function = arguments.run.split(":")
+    try:
+        code: int = getattr(importlib.import_module(module), function)(arguments)
+    except ConfigError as error:
+        return _fail(arguments, str(error), EXIT_USAGE)
+    except CommandError as error:
+        return _fail(arguments, str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone (`dspark config | head`)
+        return 1
+    return code
+
+
+def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
+    note(f"dspark: {message}")
+    if getattr(arguments, "json", False):
+        emit_json({"error": message})
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dspark",
+        description="Serve a language model with DSpark: speculative decoding scheduled by confidence.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = _add(commands, "serve", "cluster.commands.serve:serve", "start a cluster and stay")
+    _add_config(serve)
+    serve.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+    stop = _add(commands, "stop", "cluster.commands.control:stop", "end the running cluster")
+    stop.add_argument("--timeout", type=float, default=90.0, help="seconds to wait (default 90)")
+    _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
+
+    chat = _add(commands, "chat", "cluster.chat:chat", "talk to the model", json=False)
+    _add_endpoint(chat)
+    chat.add_argument("--system", help="system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default 512)")
+    chat.add_argument("--seed", type=int, help="same seed, same answer")
+    chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
+
+    demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
+    _add_config(demo)
+    demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
+    demo.add_argument(
+        "--fast",
+        action=argparse.BooleanOptionalAction,
+        help="measure `fast` numerics too (default: when the demo starts its own cluster)",
+    )
+
+    bench = _add(commands, "bench", "cluster.bench:bench", "measure tokens per second")
+    _add_config(bench)
+    bench.add_argument(
+        "--engine-only", action="store_true", help="the target alone, in this process"
+    )
+    bench.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
+
+    show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
+    _add_config(show)
+    _add(commands, "version", "cluster.commands.show:show_version", "show versions")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: str,
+    summary: str,
+    *,
+    json: bool = True,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--state",
+        default=str(DEFAULT_STATE_FILE),
+        metavar="FILE",
+        help="where the running cluster is recorded (default %(default)s)",
+    )
+    if json:
+        parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        default=DEFAULT_PRESET,
+        metavar="PRESET|FILE",
+        help=f"{', '.join(preset_names())}, or a YAML file (default {DEFAULT_PRESET})",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one setting, such as target.num_ranks=2; may be repeated",
+    )
+
+
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="an endpoint (…/v1); default: the running cluster's")
+    parser.add_argument("--model", help="model name; default: the one that is served")

@@ -1,0 +1,192 @@
+"""A small client of our own endpoint for the command line. It speaks HTTP only; any OpenAI client would do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cluster.console import CommandError
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 120.0  # longest wait for the next bytes of a stream
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Text that arrived, or (once, at the end) what the answer cost."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] | None = None
+    speculation: Mapping[str, int] | None = None
+
+
+@dataclass
+class Answer:
+    """One finished answer. Times are seconds from sending the request."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    completion_tokens: int = 0
+    num_rounds: int = 0
+    num_accepted: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Committed tokens per round, bonus included; 1 without speculation."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class EndpointClient:
+    """Talks to `base_url` (…/v1). Raises CommandError with one line the user can act on."""
+
+    def __init__(self, base_url: str, transport: httpx.BaseTransport | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        # A proxy of the environment has no business between us and our own endpoint.
+        self._http = httpx.Client(timeout=timeout, transport=transport, trust_env=False)
+
+    def __enter__(self) -> EndpointClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        return [str(entry["id"]) for entry in self._get(f"{self.base_url}/models")["data"]]
+
+    def health(self) -> dict[str, Any]:
+        """The body of /health, whatever its status code: a cluster that is not ready says why in it."""
+        url = self.base_url.removesuffix("/v1") + "/health"
+        try:
+            body = self._http.get(url).json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise _unreachable(self.base_url, error) from error
+        return body if isinstance(body, dict) else {"status": body}
+
+    def choose_model(self, wanted: str | None) -> str:
+        """The model to ask for: `wanted` if it is served, else the only one there is."""
+        served = self.models()
+        if wanted is None:
+            if not served:
+                raise CommandError(f"{self.base_url} serves no model yet; see `dspark status`")
+            return served[0]
+        if wanted not in served:
+            raise CommandError(f"model {wanted!r} is not served here; served: {', '.join(served)}")
+        return wanted
+
+    def stream_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        speculation: bool = True,
+        **parameters: Any,
+    ) -> Generator[Chunk, None, None]:
+        """Chunks of one chat answer. Closing the iterator early cancels the request on the server."""
+        body = {
+            "model": model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "dspark": {"speculation": speculation},
+            **{name: value for name, value in parameters.items() if value is not None},
+        }
+        try:
+            url = f"{self.base_url}/chat/completions"
+            with self._http.stream("POST", url, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise _refused(response)
+                yield from _chunks(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise _unreachable(self.base_url, error) from error
+
+    def _get(self, url: str) -> dict[str, Any]:
+        try:
+            response = self._http.get(url)
+        except httpx.HTTPError as error:
+            raise _unreachable(self.base_url, error) from error
+        if response.status_code != httpx.codes.OK:
+            raise _refused(response)
+        body: dict[str, Any] = response.json()
+        return body
+
+
+def collect(
+    chunks: Iterator[Chunk], show: Callable[[str], None], into: Answer | None = None
+) -> Answer:
+    """Drain a stream into an `Answer`; `show` sees each piece of text as it comes.
+
+    With `into`, what had arrived is kept there even when the stream is broken off.
+    """
+    answer, started = into or Answer(), time.perf_counter()
+    for chunk in chunks:
+        if chunk.text:
+            answer.text += chunk.text
+            show(chunk.text)
+        answer.finish_reason = chunk.finish_reason or answer.finish_reason
+        if chunk.text or chunk.finish_reason:
+            answer.elapsed_s = time.perf_counter() - started
+        if chunk.usage is not None:
+            answer.completion_tokens = int(chunk.usage.get("completion_tokens", 0))
+        if chunk.speculation is not None:
+            answer.num_rounds = int(chunk.speculation.get("num_rounds", 0))
+            answer.num_accepted = int(chunk.speculation.get("num_accepted", 0))
+    return answer
+
+
+def _chunks(lines: Iterator[str]) -> Iterator[Chunk]:
+    """Server-sent events → chunks. A stream that does not end in [DONE] was cut, and says so."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise CommandError(f"the stream ended with an error: {_message(event)}")
+        choice = event["choices"][0] if event.get("choices") else {}
+        usage = event.get("usage")
+        yield Chunk(
+            text=choice.get("delta", {}).get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            usage=usage,
+            speculation=event.get("dspark") or (usage or {}).get("dspark"),
+        )
+    raise CommandError("the stream was cut before its end; see the log of `dspark serve`")
+
+
+def _refused(response: httpx.Response) -> CommandError:
+    try:
+        reason = _message(response.json())
+    except ValueError:
+        reason = response.text[:200]
+    return CommandError(f"the endpoint answered {response.status_code}: {reason}")
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _unreachable(base_url: str, error: Exception) -> CommandError:
+    if isinstance(error, httpx.ReadTimeout):
+        return CommandError(
+            f"{base_url} went silent for {SILENCE_TIMEOUT_S:g} s; see `dspark status`"
+        )
+    reason = str(error) or type(error).__name__
+    return CommandError(
+        f"no answer from {base_url} ({reason}); start a cluster with `dspark serve`"
+    )

@@ -1,0 +1,116 @@
+"""`dspark serve`: start the cluster, say where it listens, stay until told to stop, leave nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from cluster.commands.signals import interruptible, on_signal
+from cluster.console import CommandError, emit_json, note, say
+from cluster.run_state import AlreadyRunningError, Registration, RunState, register
+from configs.load import load
+from configs.schema import ClusterConfig, IngressConfig
+
+WATCH_INTERVAL_S = 0.5
+EXIT_INTERRUPTED = 130
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.set)
+    _require_free_port(config.ingress)
+    state = RunState(
+        pid=os.getpid(),
+        phase="starting",
+        endpoint=endpoint_url(config.ingress),
+        model=config.model.name,
+        numerics=config.model.numerics,
+        started_at_s=time.time(),
+    )
+    try:
+        with register(Path(arguments.state), state) as registration:
+            return _run(config, registration, arguments)
+    except AlreadyRunningError as error:
+        raise CommandError(str(error)) from error
+
+
+def endpoint_url(ingress: IngressConfig) -> str:
+    """The URL a client on this machine uses; a wildcard address is reached through loopback."""
+    host = "127.0.0.1" if ingress.host in ("0.0.0.0", "::") else ingress.host
+    return f"http://{host}:{ingress.port}/v1"
+
+
+def _run(config: ClusterConfig, registration: Registration, arguments: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    model = config.model
+    note(
+        f"starting {model.name} ({model.device}, {model.dtype}, {model.numerics}); Ctrl-C stops it"
+    )
+    with interruptible():
+        try:
+            _launch(config, registration, started, arguments.json)
+            _wait(os.getppid() if arguments.end_with_parent else None)
+        except KeyboardInterrupt:
+            raise CommandError("interrupted while starting", EXIT_INTERRUPTED) from None
+        finally:
+            on_signal(lambda: note("already stopping; a moment"))
+            registration.update(phase="stopping")
+            note("stopping the cluster")
+            _shutdown()
+    note("stopped")
+    return 0
+
+
+def _wait(parent: int | None) -> None:
+    """Until a signal comes, or until the process that started us has gone."""
+    stop = threading.Event()
+    on_signal(stop.set)  # now, not earlier: Ray installs handlers of its own while it starts
+    while not stop.wait(WATCH_INTERVAL_S):
+        if parent is not None and os.getppid() != parent:
+            note("the process that started this cluster has gone")
+            return
+
+
+def _launch(
+    config: ClusterConfig, registration: Registration, started: float, as_json: bool
+) -> None:
+    from cluster import (
+        launch as launcher,
+    )  # imports Ray: only now, so that other commands stay quick
+
+    try:
+        cluster = launcher.launch(config, progress=note)
+    except launcher.LaunchError as error:
+        raise CommandError(str(error)) from error
+    registration.update(
+        phase="ready", endpoint=cluster.endpoint_url, ray_address=cluster.ray_address
+    )
+    note(f"ready after {time.perf_counter() - started:.1f} s")
+    if as_json:
+        emit_json(
+            {"endpoint": cluster.endpoint_url, "model": config.model.name, "pid": os.getpid()}
+        )
+    else:
+        say(f"endpoint {cluster.endpoint_url}  model {config.model.name}")
+
+
+def _shutdown() -> None:
+    from cluster import launch as launcher
+
+    launcher.shutdown()
+
+
+def _require_free_port(ingress: IngressConfig) -> None:
+    family = socket.AF_INET6 if ":" in ingress.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ingress.host, ingress.port))
+        except OSError as error:
+            raise CommandError(
+                f"cannot listen on {ingress.host}:{ingress.port} ({error.strerror}); "
+                f"choose another with --set ingress.port={ingress.port + 1}"
+            ) from error
