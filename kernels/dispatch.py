@@ -1,7 +1,7 @@
 """Which implementation of an operation runs: a Triton kernel where one is registered for the device, else the twin.
 
-Chosen once per (operation, device type). `DSPARK` has no switch for it: a kernel that is registered is tested against
-its twin, and `implementation` says which one runs.
+Chosen once per (operation, device type). There is no switch: a kernel that is registered is tested against its twin,
+and `implementation` says which one runs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
-from kernels import reference
+from kernels import block_reference, reference
 
-Op = Literal["verify", "sample_block", "process_logits", "allocate"]
+Op = Literal["verify", "sample_block", "process_logits"]
 
 _REFERENCE: dict[Op, Callable[..., Any]] = {
     "verify": reference.verify,
-    "sample_block": reference.sample_block,
+    "sample_block": block_reference.sample_block,
     "process_logits": reference.process_logits,
 }
 _TRITON: dict[

@@ -12,7 +12,7 @@ from typing import cast
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.reference import BlockSample, DraftSampling, MarkovHead
+from kernels.block_reference import BlockSample, DraftSampling, MarkovHead
 
 __all__ = ["BlockSample", "DraftSampling", "MarkovHead", "sample_block"]
 
@@ -27,7 +27,7 @@ def sample_block(
     d2t: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> BlockSample:
-    """Draft ids, their sparse distributions and W1[x_{k-1}] for N requests; see `reference.sample_block`.
+    """Draft ids, their sparse distributions and W1[x_{k-1}] for N requests; see `block_reference.sample_block`.
 
     Shapes: base_logits [N, gamma, V'], anchors and anchor_positions [N]; d2t [V'] holds target ids (not offsets).
     """
