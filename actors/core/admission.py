@@ -1,0 +1,158 @@
+"""The door of a rank: who gets room, who is refused and why, and what was already dealt with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from actors.core.kv_blocks import BlockLease, BlockPool
+from actors.core.messages import AdmittedRequest, ReservationReply, Reserve
+from actors.core.request import Request, Reservation, worst_case_len
+
+_REMEMBERED = 8192
+_DEFAULT_RETRY_S = 1.0
+_MAX_RETRY_S = 30.0
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """What one rank may hold and run. Facts of the loaded target and values of the configuration."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    max_model_len: int  # tokens
+    vocab_size: int
+    max_running: int  # requests
+    max_waiting: int  # requests
+    max_batch_tokens: int
+    gamma: int = 0  # 0: no speculation
+    max_wait_s: float = 0.25  # for a proposal
+    reservation_ttl_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        # One round with a full block, plus one token of prefill beside it.
+        assert self.max_batch_tokens >= 2, f"max_batch_tokens={self.max_batch_tokens}"
+        assert self.max_running >= 1 and self.gamma >= 0
+
+
+class AdmissionDesk:
+    """Reservations of one rank. A granted reservation that nobody uses frees itself."""
+
+    def __init__(self, pool: BlockPool, limits: RankLimits, rank: str) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._rank = rank
+        self._reservations: dict[str, Reservation] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> last generation
+        self._num_arrivals = 0
+        self.draining = False
+        self.num_refused = 0
+        self.num_expired = 0
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    def reserve(
+        self, message: Reserve, num_live: int, retry_after_s: float | None, now: float
+    ) -> ReservationReply:
+        """Grant room for the worst case, or say what is missing. Asking again renews the same reservation."""
+        if message.request_id in self._reservations:
+            lease = self._reservations[message.request_id].lease
+        else:
+            outcome = self._lease_for(message, num_live)
+            if isinstance(outcome, str):
+                self.num_refused += 1
+                never_fits = self._never_fits(message.prompt_len + message.max_new_tokens)
+                retry = _DEFAULT_RETRY_S if retry_after_s is None else retry_after_s
+                retry = 0.0 if never_fits else min(max(retry, 0.05), _MAX_RETRY_S)
+                return ReservationReply(self._rank, message.request_id, False, outcome, retry)
+            lease = outcome
+        self._reservations[message.request_id] = Reservation(
+            message.request_id, message.reply_to, lease, now + self._limits.reservation_ttl_s
+        )
+        return ReservationReply(self._rank, message.request_id, granted=True)
+
+    def _lease_for(self, message: Reserve, num_live: int) -> BlockLease | str:
+        limits = self._limits
+        if self.draining:
+            return "the rank is draining: send the request to another"
+        num_tokens = message.prompt_len + message.max_new_tokens
+        if message.prompt_len < 1 or message.max_new_tokens < 0:
+            return f"prompt_len={message.prompt_len}, max_new_tokens={message.max_new_tokens}"
+        if reason := self._never_fits(num_tokens):
+            return reason
+        if num_live + len(self._reservations) >= limits.max_running + limits.max_waiting:
+            return f"{num_live + len(self._reservations)} requests are running or waiting"
+        lease = self._pool.lease(num_tokens)
+        if lease is None:
+            needed = self._pool.blocks_for(num_tokens)
+            return f"{needed} KV blocks needed, {self._pool.num_free} are free"
+        return lease
+
+    def _never_fits(self, num_tokens: int) -> str:
+        limit = min(self._limits.max_model_len, self._pool.num_blocks * self._pool.block_size)
+        if num_tokens <= limit:
+            return ""
+        return f"prompt plus output is {num_tokens} tokens, this rank holds at most {limit}"
+
+    def is_known(self, request_id: str, generation: int) -> bool:
+        """Whether this generation, or a later one, was already ended here: a repeated or late message."""
+        return generation <= self._ended.get(request_id, generation - 1)
+
+    def admit(self, message: AdmittedRequest) -> Request | str:
+        """Turn a reservation into a request. Returns what is wrong otherwise; nothing stays reserved then."""
+        reservation = self._reservations.pop(message.request_id, None)
+        lease = None if reservation is None else reservation.lease
+        problem = self._problem_with(message)
+        if not problem:
+            num_tokens = worst_case_len(message)
+            if lease is not None and lease.num_tokens < num_tokens:
+                lease.release()
+                lease = None
+            if lease is None:
+                lease = self._pool.lease(num_tokens)
+            if lease is not None:
+                self._num_arrivals += 1
+                return Request(message, lease, self._num_arrivals)
+            problem = "it holds no (live) reservation and no room is left: reserve again"
+        elif lease is not None:
+            lease.release()
+        return problem
+
+    def _problem_with(self, message: AdmittedRequest) -> str:
+        prompt = message.prompt_ids
+        if len(prompt) == 0:
+            return "prompt_ids is empty: send at least one token"
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._limits.vocab_size:
+            return f"prompt_ids outside 0..{self._limits.vocab_size - 1}: use the model's tokenizer"
+        return self._never_fits(worst_case_len(message))
+
+    def cancel(self, request_id: str) -> None:
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            reservation.lease.release()
+
+    def end(self, request_id: str, generation: int) -> None:
+        """Remember that this generation is over, so that a repeated message does not start it again."""
+        self._ended[request_id] = max(generation, self._ended.get(request_id, generation))
+        self._ended.move_to_end(request_id)
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        if not self._reservations:
+            return
+        late = [r.request_id for r in self._reservations.values() if r.expires_at <= now]
+        self.num_expired += len(late)
+        for request_id in late:
+            self.cancel(request_id)
+
+    def cancel_all_of(self, ingress: str) -> None:
+        """An ingress replica has died: nobody will use what it reserved."""
+        gone: Iterable[str] = [
+            r.request_id for r in self._reservations.values() if r.reply_to.name == ingress
+        ]
+        for request_id in gone:
+            self.cancel(request_id)

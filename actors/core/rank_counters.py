@@ -1,0 +1,40 @@
+"""What a rank has done since it started. Every number only ever grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.core.acceptance import AcceptanceCounters
+from actors.core.step_commit import Commit, StepInFlight
+
+
+@dataclass
+class RankCounters:
+    """Totals of one rank.
+
+    `acceptance` counts rounds and what the acceptance rule accepted in them; a stop token inside an accepted run then
+    shortens the stream, so its streams may hold fewer drafted tokens. Rows aborted during their step count nowhere.
+    """
+
+    gamma: int
+    acceptance: AcceptanceCounters = field(init=False)
+    num_steps: int = 0
+    num_committed: int = 0  # tokens that entered a stream, the first one of each prompt too
+    num_prefill_tokens: int = 0
+    num_late: int = 0  # rounds without a draft although one was asked for
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_replaced: int = 0  # older generations ended by a newer one
+    num_ignored: int = 0  # repeated or late messages about requests
+    num_preempted: int = 0
+
+    def __post_init__(self) -> None:
+        self.acceptance = AcceptanceCounters.zero(self.gamma)
+
+    def count(self, flight: StepInFlight, commit: Commit) -> None:
+        self.num_steps += 1
+        self.num_committed += commit.num_committed
+        self.num_prefill_tokens += flight.num_prefill_tokens
+        self.num_finished += len(commit.ended)
+        self.acceptance.add(commit.acceptance)

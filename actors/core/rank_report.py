@@ -1,0 +1,62 @@
+"""What a rank tells the allocator: after a step, and once when it has nothing left to run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actors.core.messages import Endpoint, StepReport
+from actors.core.request_book import RequestBook
+from actors.core.step_commit import Commit, StepInFlight
+
+
+def step_report(
+    rank: Endpoint, book: RequestBook, flight: StepInFlight, commit: Commit, step_time_s: float
+) -> StepReport:
+    """`num_requests` counts the rounds: batch_tokens = num_requests + scheduled drafts + num_prefill_tokens."""
+    decision = flight.decision
+    return StepReport(
+        rank=rank,
+        step=flight.plan.step,
+        step_time_s=step_time_s,
+        draft_wait_s=flight.draft_wait_s,
+        num_requests=flight.num_rounds,
+        num_prefill_tokens=flight.num_prefill_tokens,
+        batch_tokens=flight.plan.batch_tokens,
+        context_tokens=int(flight.plan.context_len.sum()),
+        survivals=decision.survivals,
+        num_proposed=commit.acceptance.proposed,
+        num_scheduled=commit.acceptance.scheduled,
+        num_accepted=commit.acceptance.accepted,
+        num_committed=commit.num_committed,
+        num_free_blocks=book.pool.num_free,
+        num_blocks=book.pool.num_blocks,
+        num_waiting=len(book.waiting),
+        budget_rule=decision.choice.rule,
+        budget_used=int(decision.verify_len.sum()),
+    )
+
+
+def idle_report(rank: Endpoint, book: RequestBook, step: int) -> StepReport:
+    """The report of a step in which nothing ran."""
+    gamma = book.table.gamma
+    none = np.zeros(gamma, np.int64)
+    return StepReport(
+        rank=rank,
+        step=step,
+        step_time_s=0.0,
+        draft_wait_s=0.0,
+        num_requests=0,
+        num_prefill_tokens=0,
+        batch_tokens=0,
+        context_tokens=0,
+        survivals=np.zeros((0, gamma), np.float32),
+        num_proposed=none,
+        num_scheduled=none,
+        num_accepted=none,
+        num_committed=0,
+        num_free_blocks=book.pool.num_free,
+        num_blocks=book.pool.num_blocks,
+        num_waiting=0,
+        budget_rule="idle",
+        budget_used=0,
+    )

@@ -1,0 +1,183 @@
+"""The life of a request on its rank: reserved, waiting, prefilling, running, finished.
+
+Words about lengths: `committed_len` counts the prompt and every committed output token; `context_len` counts the tokens
+whose K/V lie in the cache. A running request always has `context_len == committed_len - 1`: the anchor's K/V is written
+by the round that verifies behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.kv_blocks import BlockLease
+from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # admitted, has blocks, no place in the batch yet
+    PREFILLING = "prefilling"
+    RUNNING = "running"  # one round a step
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Room held for a request that has not arrived yet; it frees itself at `expires_at`."""
+
+    request_id: str
+    reply_to: Endpoint
+    lease: BlockLease
+    expires_at: float  # seconds on the caller's clock
+
+
+def cut_at_stop(
+    token_ids: Sequence[int], stop_token_ids: frozenset[int], num_remaining: int
+) -> tuple[Sequence[int], FinishReason | None]:
+    """The part of a committed run that belongs to the stream, and why the stream ends with it.
+
+    Conditions are checked at every token in order, so an earlier stop token wins over a later length cap; a stop token
+    that is also the last token allowed ends the stream with "stop". The stop token is part of the run.
+    """
+    for index, token_id in enumerate(token_ids[:num_remaining]):
+        if token_id in stop_token_ids:
+            return token_ids[: index + 1], "stop"
+    if len(token_ids) >= num_remaining:
+        return token_ids[:num_remaining], "length"
+    return token_ids, None
+
+
+class Request:
+    """One admitted request. Owns its committed tokens and its block lease.
+
+    `num_output` counts output tokens from the start of the stream, those of earlier ranks (`num_prior_tokens`) too.
+    The counters cover this rank only.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "committed_len",
+        "context_len",
+        "drafter",
+        "lease",
+        "num_accepted",
+        "num_output",
+        "num_proposed",
+        "num_rounds",
+        "num_scheduled",
+        "phase",
+        "prompt_len",
+        "request_id",
+        "slot",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, admitted: AdmittedRequest, lease: BlockLease, arrival: int) -> None:
+        self.admitted = admitted
+        self.request_id = admitted.request_id
+        self.lease = lease
+        self.arrival = arrival
+        self.phase = Phase.WAITING
+        self.slot = -1
+        self.drafter: str | None = None  # the drafter that holds its context
+        self.prompt_len = len(admitted.prompt_ids)
+        self.token_ids: npt.NDArray[np.int32] = np.empty(worst_case_len(admitted), np.int32)
+        self.token_ids[: self.prompt_len] = admitted.prompt_ids
+        self.committed_len = self.prompt_len
+        self.context_len = 0
+        self.num_output = admitted.num_prior_tokens
+        self.stop_token_ids = frozenset(admitted.stop_token_ids)
+        self.num_rounds = self.num_proposed = self.num_scheduled = self.num_accepted = 0
+
+    @property
+    def generation(self) -> int:
+        return self.admitted.generation
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens it may still produce."""
+        return self.admitted.max_new_tokens - self.num_output
+
+    @property
+    def num_prefill_left(self) -> int:
+        return self.prompt_len - self.context_len
+
+    @property
+    def can_use_drafts(self) -> bool:
+        """Whether a round that is still to come could verify a draft token (the last token of a stream never does)."""
+        num_before_last_round = 1 if self.phase is Phase.RUNNING else 2
+        return self.admitted.sampling.speculation and self.num_remaining > num_before_last_round
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    def finish_before_start(self) -> FinishReason | None:
+        """Why a replayed request has nothing left to do: its last delta was lost with the rank that sent it."""
+        if (
+            self.admitted.num_prior_tokens
+            and int(self.token_ids[self.prompt_len - 1]) in self.stop_token_ids
+        ):
+            return "stop"
+        return "length" if self.num_remaining <= 0 else None
+
+    def start(self, slot: int) -> None:
+        assert self.phase is Phase.WAITING, f"{self.request_id} starts while {self.phase.value}"
+        self.slot = slot
+        self.phase = Phase.PREFILLING
+
+    def advance_prefill(self, chunk_len: int) -> None:
+        assert self.phase is Phase.PREFILLING and 0 < chunk_len <= self.num_prefill_left
+        self.context_len += chunk_len
+
+    def commit(self, token_ids: list[int]) -> tuple[Sequence[int], FinishReason | None]:
+        """Append what a step committed; returns the part that entered the stream, and why it ended.
+
+        Raises no error: the caller has checked that the step belongs to this request.
+        """
+        emitted, reason = cut_at_stop(token_ids, self.stop_token_ids, self.num_remaining)
+        count = len(emitted)
+        self.token_ids[self.committed_len : self.committed_len + count] = emitted
+        self.committed_len += count
+        self.context_len = self.committed_len - 1
+        self.num_output += count
+        if reason is None:
+            self.phase = Phase.RUNNING
+        return emitted, reason
+
+    def finish(self) -> None:
+        assert self.phase is not Phase.FINISHED, f"{self.request_id} finishes twice"
+        self.phase = Phase.FINISHED
+
+    def delta(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, error: str = ""
+    ) -> TokenDelta:
+        """The message about the last `len(token_ids)` tokens of the stream.
+
+        A stop token is included, as the last one, when `finish_reason` is "stop": it counts as a completion token and
+        the ingress keeps it in its journal, but shows no text for it.
+        """
+        return TokenDelta(
+            self.request_id,
+            self.admitted.generation,
+            self.num_output - len(token_ids),
+            tuple(token_ids),
+            finish_reason,
+            self.num_rounds,
+            self.num_proposed,
+            self.num_scheduled,
+            self.num_accepted,
+            error,
+        )
+
+
+def worst_case_len(admitted: AdmittedRequest) -> int:
+    """Prompt (prior tokens included) plus every token that may still come."""
+    still_to_come = max(0, admitted.max_new_tokens - admitted.num_prior_tokens)
+    return len(admitted.prompt_ids) + still_to_come

@@ -1,0 +1,126 @@
+"""From the result of a step to committed tokens: what each row adds to its stream, and which streams end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.acceptance import AcceptanceCounters
+from actors.core.layout import StepPlan, StepResult
+from actors.core.messages import Endpoint, TokenDelta
+from actors.core.request import Request
+from actors.core.row_table import Mask, RowTable
+from actors.core.verify_decision import StepDecision
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """The step the engine computes now. Its rows keep their slot and blocks until it is over, whatever happens."""
+
+    plan: StepPlan
+    rows: tuple[Request, ...]  # [R] the rounds first
+    decision: StepDecision
+    draft_wait_s: float  # time the rank stood waiting for proposals before it
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.decision.verify_len)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.plan.batch_tokens - int(self.plan.cu_query_len[self.num_rounds])
+
+    def holds(self, request: Request) -> bool:
+        return any(row is request for row in self.rows)
+
+
+@dataclass
+class Commit:
+    """What a step changed."""
+
+    num_kept: npt.NDArray[
+        np.int32
+    ]  # [R] leading tokens of each row whose features its drafter gets
+    acceptance: AcceptanceCounters
+    deltas: dict[Endpoint, list[TokenDelta]] = field(default_factory=dict)
+    num_committed: int = 0
+    prefilled: list[Request] = field(default_factory=list)  # their prompts are done
+    ended: list[Request] = field(default_factory=list)  # stop condition met in this step
+    aborted: list[Request] = field(default_factory=list)  # ended while the step was under way
+
+
+def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Commit:
+    """Append the tokens of every live row to its request, in order, up to its first stop condition."""
+    plan = flight.plan
+    assert (result.num_accepted <= plan.verify_len).all(), "more accepted than scheduled"
+    assert ((result.next_token >= 0) | ~plan.samples).all(), "a row that samples has no token"
+    lives = np.array([not request.finished for request in flight.rows], np.bool_)
+    # Of a round the anchor and the accepted tokens stay; of a prefill row the whole chunk.
+    num_kept = np.diff(plan.cu_query_len) - plan.verify_len + result.num_accepted
+    commit = Commit(
+        np.zeros(plan.num_requests, np.int32),
+        AcceptanceCounters.zero(table.gamma),
+        aborted=[request for request in flight.rows if request.finished],
+    )
+    runs = _committed_runs(plan, result)
+    for row in np.flatnonzero(lives).tolist():
+        request = flight.rows[row]
+        if row < flight.num_rounds:
+            _count_round(request, flight.decision, row)
+        else:
+            request.advance_prefill(int(num_kept[row]))
+            if runs[row]:
+                commit.prefilled.append(request)
+        if runs[row] and _extend(request, runs[row], commit):
+            commit.ended.append(request)
+            continue
+        table.advance(request)
+        if request.can_use_drafts:
+            commit.num_kept[row] = num_kept[row]
+    commit.acceptance = _acceptance(flight, result, lives[: flight.num_rounds], commit)
+    return commit
+
+
+def _committed_runs(plan: StepPlan, result: StepResult) -> list[list[int]]:
+    """Accepted draft tokens and the target's own token, for each row; empty in the middle of a prompt."""
+    token_ids, starts = plan.token_ids.tolist(), plan.cu_query_len.tolist()
+    accepted, own = result.num_accepted.tolist(), result.next_token.tolist()
+    return [
+        [*token_ids[starts[row] + 1 : starts[row] + 1 + accepted[row]], own[row]] if samples else []
+        for row, samples in enumerate(plan.samples.tolist())
+    ]
+
+
+def _count_round(request: Request, decision: StepDecision, row: int) -> None:
+    request.num_rounds += 1
+    if decision.has_draft[row]:
+        request.num_proposed += decision.survivals.shape[1]
+        request.num_scheduled += int(decision.verify_len[row])
+
+
+def _extend(request: Request, run: list[int], commit: Commit) -> bool:
+    """Append a run to its stream. Whether the stream ends with it."""
+    emitted, reason = request.commit(run)
+    # The last token of an uncut run is the target's own, the others were drafted.
+    request.num_accepted += min(len(emitted), len(run) - 1)
+    commit.num_committed += len(emitted)
+    delta = request.delta(emitted, reason)
+    commit.deltas.setdefault(request.admitted.reply_to, []).append(delta)
+    return reason is not None
+
+
+def _acceptance(
+    flight: StepInFlight, result: StepResult, lives: Mask, commit: Commit
+) -> AcceptanceCounters:
+    """Counters of the rounds that were not aborted; the first token of a prompt is no round."""
+    decision = flight.decision
+    gamma = decision.survivals.shape[1]
+    return AcceptanceCounters.of_step(
+        gamma,
+        np.where(decision.has_draft, gamma, 0)[lives],
+        decision.verify_len[lives],
+        result.num_accepted[: flight.num_rounds][lives],
+        commit.num_committed - len(commit.prefilled),
+    )

@@ -1,0 +1,305 @@
+"""A scripted target, drafter and ingress around a real `Rank`.
+
+The target's next token is a fixed function of all tokens before it, read back from a model of the physical KV cache
+through the block tables of the plan. A wrong slot, position, chunk boundary or truncation therefore changes tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actors.core.admission import RankLimits
+from actors.core.layout import StepPlan, StepResult
+from actors.core.messages import (
+    AdmittedRequest,
+    CloseDraft,
+    CommitBatch,
+    Endpoint,
+    ProposalBatch,
+    Reserve,
+    TokenDelta,
+    TokenDeltas,
+)
+from actors.core.prefix_scheduler import allocate
+from actors.core.rank import Outgoing, Rank
+from actors.core.sampling import SamplingParams
+from actors.core.verify_decision import StepFacts, VerifyChoice, VerifyDecider
+
+VOCAB = 50
+
+
+def endpoint(name: str, role: str, epoch: str = "1") -> Endpoint:
+    return Endpoint(name, role, f"inproc://{name}", "", epoch)  # type: ignore[arg-type]
+
+
+RANK = endpoint("target-0", "target")
+INGRESS = endpoint("ingress-0", "ingress")
+DRAFTER = endpoint("drafter-0", "drafter")
+ALLOCATOR = endpoint("allocator", "allocator")
+
+
+def true_token(prefix: Sequence[int]) -> int:
+    state = 7
+    for token in prefix:
+        state = (state * 1000003 + token + 1) & 0xFFFFFFFF
+    return (state >> 7) % VOCAB
+
+
+def oracle(
+    prompt: Sequence[int], max_new: int, stops: Sequence[int] = (), num_prior: int = 0
+) -> tuple[list[int], str]:
+    """What plain decoding emits after `prompt`, whose last `num_prior` tokens are output already."""
+    tokens, out = list(prompt), []
+    while len(out) + num_prior < max_new:
+        token = true_token(tokens)
+        tokens.append(token)
+        out.append(token)
+        if token in stops:
+            return out, "stop"
+    return out, "length"
+
+
+class VerifyAll:
+    def choose(self, facts: StepFacts) -> VerifyChoice:
+        return VerifyChoice(facts.survivals.size, 0.0, "all")
+
+
+def make_rank(policy: object = None, **overrides: object) -> Rank:
+    values: dict[str, object] = {
+        "num_blocks": 256,
+        "block_size": 4,
+        "max_model_len": 128,
+        "vocab_size": VOCAB,
+        "max_running": 8,
+        "max_waiting": 8,
+        "max_batch_tokens": 32,
+        "gamma": 3,
+        "max_wait_s": 0.25,
+        "reservation_ttl_s": 5.0,
+    }
+    values.update(overrides)
+    limits = RankLimits(**values)  # type: ignore[arg-type]
+    decider = VerifyDecider(RANK.name, RANK.epoch, policy or VerifyAll(), allocate)  # type: ignore[arg-type]
+    return Rank(RANK, limits, decider)
+
+
+class ScriptedTarget:
+    """Greedy verification over a modelled cache. Features of a token are (position, token)."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.block_size = rank.limits.block_size
+        self.max_batch_tokens = rank.limits.max_batch_tokens
+        self.num_slots = rank.limits.num_blocks * self.block_size
+        self.kv = np.full((self.num_slots, 2), -1, np.int64)  # position, token
+        self.plans: list[StepPlan] = []
+
+    def step(self, plan: StepPlan) -> StepResult:
+        assert 0 < plan.batch_tokens <= self.max_batch_tokens
+        assert len(np.unique(plan.slot_mapping)) == plan.batch_tokens, "two tokens in one slot"
+        self.plans.append(plan)
+        self.kv[plan.slot_mapping] = np.stack((plan.positions, plan.token_ids), axis=1)
+        num_accepted, next_token = [], []
+        for row in range(plan.num_requests):
+            accepted, own = self._row(plan, row)
+            num_accepted.append(accepted)
+            next_token.append(own)
+        features = np.stack((plan.positions, plan.token_ids), axis=1).astype(np.float32)
+        return StepResult(
+            np.array(num_accepted, np.int32), np.array(next_token, np.int32), features
+        )
+
+    def _row(self, plan: StepPlan, row: int) -> tuple[int, int]:
+        start, end = plan.cu_query_len[row : row + 2].tolist()
+        context_len = int(plan.context_len[row])
+        assert plan.positions[start:end].tolist() == list(
+            range(context_len, context_len + end - start)
+        )
+        cached = self._cached(plan.block_tables[row], context_len + end - start)
+        assert cached[context_len:] == plan.token_ids[start:end].tolist()
+        if not plan.samples[row]:
+            return 0, -1
+        verify_len = int(plan.verify_len[row])
+        prefix = cached[: len(cached) - verify_len]
+        for accepted in range(verify_len + 1):
+            own = true_token(prefix)
+            if accepted == verify_len or cached[len(prefix)] != own:
+                return accepted, own
+            prefix.append(own)
+        raise AssertionError
+
+    def _cached(self, table: np.ndarray, length: int) -> list[int]:
+        positions = np.arange(length)
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        assert (self.kv[slots, 0] == positions).all(), "a cached token lies at another position"
+        return self.kv[slots, 1].tolist()
+
+
+@dataclass
+class Context:
+    generation: int
+    start: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class ScriptedDrafter:
+    """Drafts true tokens, each wrong with probability `error`; keeps the contexts it was fed."""
+
+    def __init__(self, me: Endpoint, gamma: int, error: float, rng: random.Random) -> None:
+        self.me, self.gamma, self.error, self.rng = me, gamma, error, rng
+        self.contexts: dict[str, Context] = {}
+
+    def close(self, message: CloseDraft) -> None:
+        for request_id in message.request_ids:
+            self.contexts.pop(request_id, None)
+
+    def advance(self, batch: CommitBatch) -> ProposalBatch | None:
+        wanted: list[int] = []
+        blocks: list[list[int]] = []
+        assert batch.cu_feature_len[-1] == len(batch.features)
+        for i, request_id in enumerate(batch.request_ids):
+            first = int(batch.first_positions[i])
+            rows = batch.features[batch.cu_feature_len[i] : batch.cu_feature_len[i + 1]]
+            assert rows[:, 0].tolist() == list(range(first, first + len(rows)))
+            context = self.contexts.get(request_id)
+            if context is None or context.generation != batch.generations[i]:
+                context = self.contexts[request_id] = Context(int(batch.generations[i]), first)
+            assert first == context.end, "the features leave a hole or repeat"
+            context.tokens += [int(token) for token in rows[:, 1]]
+            assert context.end == batch.committed_lens[i] - 1, "the context must end at the anchor"
+            if batch.wants_block[i]:
+                wanted.append(i)
+                blocks.append(self._block(context, int(batch.anchor_token_ids[i])))
+        if not wanted:
+            return None
+        count = len(wanted)
+        draft = np.array(blocks, np.int32).reshape(count, self.gamma)
+        confidences = np.array(
+            [[self.rng.random() for _ in range(self.gamma)] for _ in wanted], np.float32
+        )
+        q_ids = np.full((count, self.gamma, 2), -1, np.int32)
+        q_ids[:, :, 0] = draft
+        q_probs = np.zeros((count, self.gamma, 2), np.float32)
+        q_probs[:, :, 0] = 1.0
+        return ProposalBatch(
+            self.me.name,
+            tuple(batch.request_ids[i] for i in wanted),
+            batch.generations[wanted],
+            batch.committed_lens[wanted],
+            draft,
+            confidences,
+            q_ids,
+            q_probs,
+            0.001,
+        )
+
+    def _block(self, context: Context, anchor: int) -> list[int]:
+        prefix, block = [*context.tokens, anchor], []
+        for _ in range(self.gamma):
+            token = true_token(prefix) if context.start == 0 else self.rng.randrange(VOCAB)
+            if self.rng.random() < self.error:
+                token = (token + 1) % VOCAB
+            prefix.append(token)
+            block.append(token)
+        return block
+
+
+def admitted(
+    request_id: str,
+    prompt: Sequence[int],
+    max_new: int,
+    stops: Sequence[int] = (),
+    num_prior: int = 0,
+    generation: int = 0,
+    reply_to: Endpoint = INGRESS,
+    **sampling: object,
+) -> AdmittedRequest:
+    return AdmittedRequest(
+        request_id,
+        generation,
+        reply_to,
+        np.array(prompt, np.int32),
+        num_prior,
+        max_new,
+        SamplingParams(temperature=0.0, **sampling),  # type: ignore[arg-type]
+        tuple(stops),
+    )
+
+
+def reserve(request_id: str, prompt_len: int, max_new: int) -> Reserve:
+    return Reserve(request_id, INGRESS, prompt_len, max_new)
+
+
+@dataclass
+class Stream:
+    """What an ingress has seen of one request; complains about gaps, repeats and anything after the end."""
+
+    first_index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    last: TokenDelta | None = None
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.reason is None, f"a delta after the end: {delta}"
+        assert delta.first_index == self.first_index + len(self.tokens), delta
+        self.tokens += delta.token_ids
+        self.reason, self.last = delta.finish_reason, delta
+
+
+class Session:
+    """A rank, its target and drafters in one thread, with perfect delivery and a clock of its own."""
+
+    def __init__(self, rank: Rank, error: float = 0.3, seed: int = 0, draft_s: float = 0.0) -> None:
+        self.rank = rank
+        self.target = ScriptedTarget(rank)
+        self.drafter = ScriptedDrafter(DRAFTER, rank.limits.gamma, error, random.Random(seed))
+        self.streams: dict[str, Stream] = {}
+        self.now = 0.0
+        self.draft_s = draft_s
+        self.sent: Outgoing = []
+        rank.set_drafters([DRAFTER] if rank.limits.gamma else [])
+
+    def deliver(self, out: Outgoing, drafts: bool = True) -> None:
+        """Hand messages to their receivers; proposals come straight back."""
+        self.sent += out
+        for _, message in out:
+            if isinstance(message, TokenDeltas):
+                for delta in message.deltas:
+                    self.streams.setdefault(delta.request_id, Stream()).take(delta)
+            elif isinstance(message, CloseDraft):
+                self.drafter.close(message)
+            elif isinstance(message, CommitBatch):
+                proposal = self.drafter.advance(message)
+                if proposal is not None and drafts:
+                    self.now += self.draft_s
+                    self.rank.on_message(proposal, self.now)
+
+    def submit(self, message: AdmittedRequest) -> None:
+        self.streams[message.request_id] = Stream(message.num_prior_tokens)
+        self.deliver(self.rank.on_message(message, self.now))
+
+    def step(self, drafts: bool = True) -> StepPlan | None:
+        plan = self.rank.plan_step(self.now)
+        if plan is None:
+            return None
+        result = self.target.step(plan)
+        self.now += 0.01
+        self.deliver(self.rank.apply(plan, result, self.now, 0.01), drafts)
+        return plan
+
+    def run(self, max_steps: int = 500) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if self.step() is None:
+                if self.rank.is_idle:
+                    return
+                assert self.rank.deadline is not None, "stuck: nothing runs and nothing is awaited"
+                self.now = max(self.now, self.rank.deadline)
+        raise AssertionError("it never ends")
