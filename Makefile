@@ -26,17 +26,17 @@ help:
 .venv/.torch: constraints.txt
 	@echo "setup: creating .venv and installing torch (about a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -qq "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
 .venv/.runtime: .venv/.torch pyproject.toml
 	@echo "setup: installing the runtime"
-	@$(PIP) install --quiet -c constraints.txt -e .
+	@$(PIP) install -qq -c constraints.txt -e .
 	@touch $@
 
 .venv/.ready: .venv/.runtime
 	@echo "setup: installing test tools"
-	@$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	@$(PIP) install -qq -c constraints.txt -e '.[test]'
 	@$(PIP) check
 	@touch $@
 
@@ -44,8 +44,8 @@ help:
 .oracle/.ready: constraints.txt
 	@echo "setup: creating .oracle with transformers (about a minute)"
 	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
-	@.oracle/bin/pip --disable-pip-version-check install --quiet "$$(grep '^torch==' constraints.txt)"
-	@.oracle/bin/pip --disable-pip-version-check install --quiet -c constraints.txt transformers safetensors numpy
+	@.oracle/bin/pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)"
+	@.oracle/bin/pip --disable-pip-version-check install -qq -c constraints.txt transformers safetensors numpy
 	@.oracle/bin/pip --disable-pip-version-check check
 	@touch $@
 
