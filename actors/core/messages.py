@@ -261,7 +261,7 @@ class LoadView:
     ranks: tuple[RankLoad, ...] = field(default_factory=tuple)
 
 
-# --- control: what the supervisor's `routing()` answers ----------------------------------------------------------------
+# --- control: what the supervisor's `routing()` answers  ------------------------------------------------------
 
 
 @dataclass(frozen=True)
