@@ -1,0 +1,156 @@
+"""One answer per prompt: the text of a live stream, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from actors.core.messages import FinishReason
+from cluster.dispatcher import Dispatcher
+from cluster.intake import Job
+from cluster.live_stream import LiveStream, StreamError
+from cluster.streams import SpeculationCounts
+from cluster.telemetry import FrontMetrics
+from cluster.text import TextCodec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that became certain, and how the answer ended if it did."""
+
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Answer:
+    """A live stream as text. `close` frees everything, at any time."""
+
+    def __init__(self, job: Job, live: LiveStream, codec: TextCodec, metrics: FrontMetrics) -> None:
+        self._live = live
+        self._text = job.text_stream(codec)
+        self._metrics = metrics
+        self._opened_s = asyncio.get_running_loop().time()
+        self._first_token_s: float | None = None
+        self._closed = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._live.journal.order.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._live.journal.token_ids)
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        return self._live.journal.counts
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Everything there is to show; the last piece has a finish reason.
+
+        Raises:
+            StreamError: the stream cannot go on.
+        """
+        journal = self._live.journal
+        async with aclosing(self._live.updates()) as updates:
+            async for update in updates:
+                self._clock_first_token()
+                shown = self._text.feed(update.token_ids)
+                if shown.stopped:
+                    surplus = len(update.token_ids) - shown.num_consumed
+                    journal.close("stop", len(journal.token_ids) - surplus)
+                    self.close()  # the rank is still generating
+                    yield Piece(shown.text, "stop")
+                    return
+                if update.finish_reason is None:
+                    if shown.text:
+                        yield Piece(shown.text, None)
+                    continue
+                rest = self._text.flush()
+                yield Piece(
+                    shown.text + rest.text, "stop" if rest.stopped else update.finish_reason
+                )
+
+    def close(self) -> None:
+        """The answer is over, whatever the reason. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._live.close()
+        self._metrics.finish(
+            self._live.journal.finish_reason or "abort",
+            self.num_prompt_tokens,
+            self.num_tokens,
+            self.counts,
+        )
+        if self._first_token_s is not None and self.num_tokens > 1:
+            elapsed_s = asyncio.get_running_loop().time() - self._first_token_s
+            self._metrics.token_interval_s.observe(elapsed_s / (self.num_tokens - 1))
+
+    def _clock_first_token(self) -> None:
+        if self._first_token_s is None:
+            self._first_token_s = asyncio.get_running_loop().time()
+            self._metrics.first_token_s.observe(self._first_token_s - self._opened_s)
+
+
+async def open_answers(
+    jobs: Sequence[Job],
+    dispatcher: Dispatcher,
+    codec: TextCodec,
+    metrics: FrontMetrics,
+    timeout_s: float,
+) -> list[Answer]:
+    """Place all jobs, or none.
+
+    Raises:
+        PlacementError: a job found no rank; those placed before it are aborted.
+    """
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    answers: list[Answer] = []
+    try:
+        for job in jobs:
+            live = await dispatcher.open(job.order, deadline_s)
+            answers.append(Answer(job, live, codec, metrics))
+    except BaseException:
+        for answer in answers:
+            answer.close()
+        raise
+    return answers
+
+
+async def merged_pieces(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Pieces of all answers as they come, with the index of the answer.
+
+    Raises:
+        StreamError: one of the streams cannot go on; the others are not waited for.
+    """
+    if len(answers) == 1:
+        async with aclosing(answers[0].pieces()) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | StreamError]] = asyncio.Queue()
+
+    async def pump(index: int, answer: Answer) -> None:
+        try:
+            async with aclosing(answer.pieces()) as pieces:
+                async for piece in pieces:
+                    queue.put_nowait((index, piece))
+        except StreamError as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
+    num_running = len(answers)
+    try:
+        while num_running:
+            index, item = await queue.get()
+            if isinstance(item, StreamError):
+                raise item
+            num_running -= item.finish_reason is not None
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

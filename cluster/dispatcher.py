@@ -1,0 +1,294 @@
+"""Brings streams onto ranks and keeps them alive: reserve, admit, follow, replay, abort.
+
+All state belongs to one asyncio loop; a thread polls the link and posts what came to that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from actors.core.messages import (
+    AbortRequest,
+    Endpoint,
+    LoadView,
+    Message,
+    RankRoute,
+    ReservationReply,
+    Reserve,
+    RoutingTable,
+    Subscribe,
+    TokenDelta,
+    TokenDeltas,
+)
+from actors.link import Link
+from cluster.live_stream import LiveStream, NoReadyRankError, OverloadedError, StreamLimits
+from cluster.router import Router
+from cluster.streams import StreamOrder
+from cluster.telemetry import DispatchCounters
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+HOUSEKEEPING_S = 0.2
+HEARTBEAT_S = 1.0
+
+
+@dataclass(frozen=True)
+class DispatchLimits:
+    """Bounds of the front, in seconds."""
+
+    reservation_timeout_s: float = 5.0
+    routing_poll_s: float = 0.5
+    stream: StreamLimits = field(default_factory=StreamLimits)
+
+
+@dataclass
+class PendingReservation:
+    """Somebody waits for this rank's answer; None means that the rank has gone."""
+
+    rank: Endpoint
+    answer: asyncio.Future[ReservationReply | None]
+
+
+class Dispatcher:
+    """The ingress replica's side of every stream.
+
+    Args:
+        link: this process's inbox; polled by a thread of the dispatcher from `start` to `stop`.
+        routing: answers the supervisor's current table; may raise or be slow, then the last table stays.
+        limits: bounds in seconds.
+    """
+
+    def __init__(
+        self, link: Link, routing: Callable[[], Awaitable[RoutingTable]], limits: DispatchLimits
+    ) -> None:
+        self.link = link
+        self.router = Router()
+        self.limits = limits
+        self.counters = DispatchCounters()
+        self._routing = routing
+        self._streams: dict[str, LiveStream] = {}
+        self._pending: dict[tuple[str, str], PendingReservation] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._routing_was_down = False
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    # --- start and stop ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to poll the link and the supervisor, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._poll_link, name="ingress-link", daemon=True)
+        self._thread.start()
+        for work, period_s in (
+            (self._refresh_table, self.limits.routing_poll_s),
+            (self._subscribe, HEARTBEAT_S),
+            (self._keep_house, HOUSEKEEPING_S),
+        ):
+            self._tasks.append(asyncio.create_task(self._repeat(work, period_s)))
+
+    async def stop(self) -> None:
+        """Abort what still runs and stop; the link is left open for its owner to close."""
+        for stream in list(self._streams.values()):
+            stream.fail("the ingress is shutting down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._stopping.set()
+        self.link.wake()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 2 * POLL_S)
+
+    def _poll_link(self) -> None:
+        assert self._loop is not None
+        while not self._stopping.is_set():
+            messages = self.link.poll(POLL_S)
+            if messages:
+                with suppress(RuntimeError):  # the loop has just been closed
+                    self._loop.call_soon_threadsafe(self.receive, messages)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:  # one bad round must not end the loop that keeps streams alive
+                logger.exception("%s failed; going on", work.__name__)
+            await asyncio.sleep(period_s)
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    async def open(self, order: StreamOrder, deadline_s: float) -> LiveStream:
+        """Place a new stream on the best rank that takes it. The caller must `close` it.
+
+        Args:
+            order: what to generate.
+            deadline_s: loop time after which the stream is aborted.
+
+        Raises:
+            OverloadedError: every ready rank refused.
+            NoReadyRankError: no rank is ready, or none answered.
+        """
+        assert order.request_id not in self._streams
+        stream = LiveStream(order, self, self.limits.stream, deadline_s)
+        self._streams[order.request_id] = stream
+        try:
+            await self.place(stream)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def place(self, stream: LiveStream) -> None:
+        """Reserve on one rank after the other, best first, and admit on the first that grants."""
+        loop = asyncio.get_running_loop()
+        candidates = self.router.candidates(loop.time())
+        if not candidates:
+            raise NoReadyRankError(self.router.why_unready())
+        refusals: list[ReservationReply] = []
+        for route in candidates:
+            reply = await self._reserve(stream, route.endpoint)
+            if reply is None:
+                self.counters.num_unanswered += 1
+                continue
+            if reply.granted:
+                admission = stream.attach(route.endpoint)
+                self.link.send(route.endpoint, admission)
+                self.router.note_sent(route.endpoint.name)
+                self.counters.num_placed += 1
+                self.counters.num_replayed += admission.generation > 0
+                return
+            refusals.append(reply)
+        if not refusals:
+            raise NoReadyRankError(
+                f"none of {len(candidates)} ranks answered within {self.limits.reservation_timeout_s:g} s"
+            )
+        self.counters.num_refused += 1
+        raise OverloadedError(
+            "every rank refused: " + ", ".join(f"{r.rank}: {r.reason}" for r in refusals),
+            min(r.retry_after_s for r in refusals),
+        )
+
+    def forget(self, stream: LiveStream) -> None:
+        """The stream is over."""
+        self._streams.pop(stream.request_id, None)
+        self.counters.num_late_deltas += stream.journal.num_late
+
+    def abort(self, to: Endpoint, request_id: str, generation: int) -> None:
+        """Have a rank drop a request, or the reservation made for it."""
+        self.counters.num_aborted += 1
+        self.link.send(to, AbortRequest(request_id, generation))
+
+    async def _reserve(self, stream: LiveStream, to: Endpoint) -> ReservationReply | None:
+        """The rank's answer; None when it gives none in time (a late grant is then undone)."""
+        journal, key = stream.journal, (stream.request_id, to.name)
+        pending = PendingReservation(to, asyncio.get_running_loop().create_future())
+        self._pending[key] = pending
+        answered = False
+        try:
+            self.link.send(
+                to,
+                Reserve(
+                    request_id=stream.request_id,
+                    reply_to=self.link.endpoint,
+                    prompt_len=len(journal.order.prompt_ids) + len(journal.token_ids),
+                    max_new_tokens=journal.num_remaining,
+                ),
+            )
+            # Not wait_for: in Python 3.11 it may swallow the cancellation of a client that leaves just now.
+            async with asyncio.timeout(self.limits.reservation_timeout_s):
+                reply = await pending.answer
+            answered = reply is not None
+            return reply
+        except TimeoutError:
+            logger.warning("rank %s gave no answer to a reservation", to.name)
+            return None
+        finally:
+            del self._pending[key]
+            if not answered:
+                self.abort(to, stream.request_id, journal.generation + 1)
+
+    # --- what arrives -----------------------------------------------------------------------------------------------
+
+    def receive(self, messages: list[Message]) -> None:
+        """Sort what the link brought, on the loop."""
+        loop = asyncio.get_running_loop()
+        for message in messages:
+            match message:
+                case TokenDeltas():
+                    for delta in message.deltas:
+                        self._on_delta(message.rank, delta)
+                case ReservationReply():
+                    self._on_reply(message)
+                case LoadView():
+                    self.router.update_load(message, loop.time())
+                case _:
+                    logger.warning("unexpected %s on the ingress link", type(message).__name__)
+
+    def _on_delta(self, rank: str, delta: TokenDelta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is not None and delta.generation == stream.journal.generation:
+            stream.push(delta)
+            return
+        # Nobody waits for these tokens. The abort that should have ended them may have been lost.
+        self.counters.num_stray_deltas += 1
+        route = self.router.route(rank)
+        if delta.finish_reason is None and route is not None:
+            self.abort(route.endpoint, delta.request_id, delta.generation)
+
+    def _on_reply(self, reply: ReservationReply) -> None:
+        pending = self._pending.get((reply.request_id, reply.rank))
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(reply)
+
+    # --- what repeats -----------------------------------------------------------------------------------------------
+
+    async def _refresh_table(self) -> None:
+        try:
+            async with asyncio.timeout(4 * HEARTBEAT_S):
+                table = await self._routing()
+        except Exception as error:
+            self.counters.num_routing_failures += 1
+            if not self._routing_was_down:
+                logger.warning(
+                    "supervisor gives no routing table (%r); keeping the last one", error
+                )
+            self._routing_was_down = True
+            return
+        self._routing_was_down = False
+        if self.router.update_table(table):
+            await self._keep_house()
+
+    async def _subscribe(self) -> None:
+        allocator = self.router.table.allocator
+        if allocator is not None:
+            self.link.send(allocator, Subscribe(self.link.endpoint))
+
+    async def _keep_house(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for stream in list(self._streams.values()):
+            stream.check(now_s)
+        for pending in self._pending.values():
+            if self.rank_is_gone(pending.rank) and not pending.answer.done():
+                pending.answer.set_result(None)
+
+    def rank_is_gone(self, endpoint: Endpoint) -> str:
+        """Why this incarnation of a rank can bring no more tokens; empty while it can."""
+        route: RankRoute | None = self.router.route(endpoint.name)
+        if route is None:
+            return f"rank {endpoint.name} has left the cluster"
+        if route.state == "dead":
+            return f"rank {endpoint.name} is dead" + (f": {route.reason}" if route.reason else "")
+        if route.endpoint.epoch != endpoint.epoch:
+            return f"rank {endpoint.name} has restarted"
+        return ""

@@ -1,0 +1,274 @@
+"""The HTTP front: OpenAI-compatible endpoints over live streams. Never imports torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from cluster.answers import Answer, merged_pieces, open_answers
+from cluster.connection import ClientGone, SseResponse, unless_disconnected
+from cluster.dispatcher import Dispatcher
+from cluster.intake import Intake, Job
+from cluster.live_stream import NoReadyRankError, OverloadedError, StreamError
+from cluster.openai_api import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_request,
+)
+from cluster.openai_responses import DONE_EVENT, Envelope, sse_event, usage_of
+from cluster.telemetry import FrontMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What /v1/models says."""
+
+    name: str
+    created: int  # seconds since 1970
+    fingerprint: str
+    max_model_len: int
+
+
+class Front:
+    """Answers requests; everything it needs is handed in.
+
+    Args:
+        model: the served model.
+        intake: validation and tokenisation.
+        dispatcher: started by the app's lifespan.
+        request_timeout_s: longest a request may take.
+    """
+
+    def __init__(
+        self, model: ServedModel, intake: Intake, dispatcher: Dispatcher, request_timeout_s: float
+    ) -> None:
+        self.model = model
+        self.intake = intake
+        self.dispatcher = dispatcher
+        self.metrics = FrontMetrics()
+        self._request_timeout_s = request_timeout_s
+
+    async def chat(self, request: Request) -> Response:
+        parsed = parse_request(ChatRequest, await _body(request))
+        response_id = f"chatcmpl-{secrets.token_hex(16)}"
+        jobs = self.intake.chat(parsed, response_id, request.headers.get("traceparent"))
+        return await self._answer(
+            request, parsed, jobs, self._envelope("chat", response_id, parsed)
+        )
+
+    async def completion(self, request: Request) -> Response:
+        parsed = parse_request(CompletionRequest, await _body(request))
+        response_id = f"cmpl-{secrets.token_hex(16)}"
+        jobs = self.intake.completion(parsed, response_id, request.headers.get("traceparent"))
+        return await self._answer(
+            request, parsed, jobs, self._envelope("completion", response_id, parsed)
+        )
+
+    async def _answer(
+        self, request: Request, parsed: GenerationRequest, jobs: list[Job], envelope: Envelope
+    ) -> Response:
+        opening = open_answers(
+            jobs, self.dispatcher, self.intake.codec, self.metrics, self._request_timeout_s
+        )
+        try:
+            answers = await unless_disconnected(request, opening)
+        except OverloadedError as error:
+            retry_after_s = max(1, math.ceil(error.retry_after_s))
+            raise ApiError(
+                429, str(error), code="overloaded", retry_after_s=retry_after_s
+            ) from error
+        except NoReadyRankError as error:
+            raise ApiError(503, str(error), code="not_ready", retry_after_s=1) from error
+        if parsed.stream:
+            return SseResponse(self._events(answers, envelope), lambda: self._close(answers))
+        try:
+            return JSONResponse(await unless_disconnected(request, _whole(answers, envelope)))
+        except StreamError as error:
+            status = 504 if error.code == "request_timeout" else 500
+            raise ApiError(status, str(error), code=error.code) from error
+        finally:
+            self._close(answers)
+
+    async def _events(
+        self, answers: list[Answer], envelope: Envelope
+    ) -> AsyncGenerator[bytes, None]:
+        if envelope.kind == "chat":
+            yield b"".join(sse_event(envelope.role_chunk(i)) for i in range(len(answers)))
+        try:
+            async with aclosing(merged_pieces(answers)) as pieces:
+                async for index, piece in pieces:
+                    # One write a step, however many tokens it brought.
+                    events = (
+                        sse_event(envelope.text_chunk(index, piece.text)) if piece.text else b""
+                    )
+                    if piece.finish_reason is not None:
+                        events += sse_event(envelope.finish_chunk(index, piece.finish_reason))
+                    yield events
+        except StreamError as error:
+            status = 504 if error.code == "request_timeout" else 500
+            logger.warning("stream %s ends with an error: %s", envelope.response_id, error)
+            yield sse_event(dict(ApiError(status, str(error), code=error.code).body))
+            return
+        if envelope.include_usage:
+            yield sse_event(envelope.usage_chunk(_usage(answers)))
+        yield DONE_EVENT
+
+    def _close(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            answer.close()
+
+    def _envelope(
+        self, kind: Literal["chat", "completion"], response_id: str, parsed: GenerationRequest
+    ) -> Envelope:
+        return Envelope(
+            kind=kind,
+            response_id=response_id,
+            created=int(time.time()),
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+            include_usage=parsed.include_usage,
+        )
+
+    # --- about the server -------------------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self.model_card()]}
+
+    def model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.model.created,
+            "owned_by": "dspark",
+            "max_model_len": self.model.max_model_len,
+        }
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Ready as soon as one rank is."""
+        router = self.dispatcher.router
+        ready = any(route.state == "ready" for route in router.table.ranks)
+        content: dict[str, Any] = {
+            "status": "ready" if ready else "unavailable",
+            "model": self.model.name,
+            "num_streams": self.dispatcher.num_streams,
+            "ranks": router.describe(),
+        }
+        if not ready:
+            content["reason"] = router.why_unready()
+        return (200 if ready else 503), content
+
+    def prometheus(self) -> str:
+        gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
+        return self.metrics.render(gauges, asdict(self.dispatcher.counters))
+
+
+async def _whole(answers: list[Answer], envelope: Envelope) -> dict[str, Any]:
+    texts = [""] * len(answers)
+    reasons = [""] * len(answers)
+    async with aclosing(merged_pieces(answers)) as pieces:
+        async for index, piece in pieces:
+            texts[index] += piece.text
+            reasons[index] = piece.finish_reason or ""
+    return envelope.whole(list(zip(texts, reasons, strict=True)), _usage(answers))
+
+
+def _usage(answers: list[Answer]) -> dict[str, Any]:
+    counts = answers[0].counts
+    for answer in answers[1:]:
+        counts += answer.counts
+    return usage_of(
+        sum(a.num_prompt_tokens for a in answers), sum(a.num_tokens for a in answers), counts
+    )
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes; shorten it")
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return bytes(body)
+
+
+def build_app(front: Front) -> FastAPI:
+    """The ASGI application over `front`; starting and stopping its dispatcher is the owner's task."""
+    app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_api_route("/v1/chat/completions", _guarded(front, front.chat), methods=["POST"])
+    app.add_api_route("/v1/completions", _guarded(front, front.completion), methods=["POST"])
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return front.models()
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != front.model.name:
+            return _error_response(
+                ApiError(404, f"model={name!r}: not served here", code="model_not_found")
+            )
+        return JSONResponse(front.model_card())
+
+    @app.get("/health")
+    async def health() -> Response:
+        status, content = front.health()
+        return JSONResponse(content, status)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(front.prometheus(), media_type="text/plain; version=0.0.4")
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error_response(ApiError(error.status_code, str(error.detail)))
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    return app
+
+
+def _guarded(
+    front: Front, handler: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Every failure becomes an answer in OpenAI's shape, and is counted."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = _error_response(error)
+        except ClientGone:
+            front.metrics.num_disconnected += 1
+            response = Response(status_code=499)
+        except Exception:
+            logger.exception("a request failed in the ingress")
+            response = _error_response(
+                ApiError(500, "internal error of the ingress", code="internal_error")
+            )
+        front.metrics.responses[response.status_code] += 1
+        return response
+
+    return answer
+
+
+def _error_response(error: ApiError) -> Response:
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return JSONResponse(error.body, error.status, headers)

@@ -1,0 +1,103 @@
+"""The OpenAI-compatible answers: whole, or in chunks of server-sent events."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cluster.streams import SpeculationCounts
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def sse_event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return (
+        b"data: "
+        + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+def usage_of(
+    num_prompt_tokens: int, num_completion_tokens: int, counts: SpeculationCounts
+) -> dict[str, Any]:
+    """OpenAI's usage, with ours beside it. Rejected = scheduled − accepted: trimming is not rejection."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": counts.num_accepted,
+            "rejected_prediction_tokens": counts.num_scheduled - counts.num_accepted,
+        },
+        "dspark": {
+            "num_rounds": counts.num_rounds,
+            "num_proposed": counts.num_proposed,
+            "num_scheduled": counts.num_scheduled,
+            "num_accepted": counts.num_accepted,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all chunks of one response have in common."""
+
+    kind: Literal["chat", "completion"]
+    response_id: str
+    created: int  # seconds since 1970
+    model: str
+    fingerprint: str
+    include_usage: bool = False  # then every chunk carries the field, null until the last
+
+    def role_chunk(self, index: int) -> dict[str, Any]:
+        """The first chunk of a chat: who speaks."""
+        return self._chunk(
+            [self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None)]
+        )
+
+    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        content = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
+        return self._chunk([self._choice(index, content, None)])
+
+    def finish_chunk(self, index: int, finish_reason: str) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
+        return self._chunk([self._choice(index, content, finish_reason)])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk([]), "usage": usage}
+
+    def whole(self, texts: list[tuple[str, str]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece; `texts` holds (text, finish_reason) of every choice."""
+        choices = [
+            self._choice(
+                index,
+                {"message": {"role": "assistant", "content": text, "refusal": None}}
+                if self.kind == "chat"
+                else {"text": text},
+                finish_reason,
+            )
+            for index, (text, finish_reason) in enumerate(texts)
+        ]
+        name = "chat.completion" if self.kind == "chat" else "text_completion"
+        return {**self._head(name), "choices": choices, "usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        chunk = {**self._head(name), "choices": choices}
+        return {**chunk, "usage": None} if self.include_usage else chunk
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    @staticmethod
+    def _choice(index: int, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
