@@ -1,0 +1,336 @@
+"""Exact output laws of drafting, scheduling and verifying on a tiny vocabulary, through the real functions.
+
+The functions are black boxes of the uniforms they draw. Every draw cuts [0, 1) into intervals with one outcome each;
+the cuts are found by bisection, so an interval's length is that outcome's probability, and nothing about the rules is
+assumed but that outcomes are ordered in the draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from actors.core.layout import DraftTokens, StepPlan
+from actors.core.sampling import SamplingBatch, SamplingParams
+from actors.core.survival import survivals
+from kernels import block_reference, reference
+from kernels.block_reference import DraftSampling, MarkovHead
+from kernels.reference import Draws
+from kernels.rejection import verify_batch
+
+Float64 = npt.NDArray[np.float64]
+Scheduler = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.int32]]
+"""Survivals [R, gamma] of one step to verify_len [R]."""
+
+ANCHOR_POSITION = 5
+_HALVINGS = 50
+
+
+@dataclass(frozen=True)
+class Code:
+    """The functions under test; mutants replace them."""
+
+    sample_block: Callable[..., block_reference.BlockSample] = block_reference.sample_block
+    verify: Callable[..., tuple[Tensor, Tensor]] = reference.verify
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """A target and a drafter that look one token back. `gamma` slots, V tokens, `num_draft` draft ids."""
+
+    target: Tensor  # [gamma + 1, V, V] logits of the token decided by slot k after a token
+    base: Tensor  # [gamma, V'] base logits of the drafter
+    markov: MarkovHead
+    confidence: npt.NDArray[np.float32]  # [gamma, V] confidence of slot k after a token
+    d2t: Tensor | None = None
+
+    @property
+    def gamma(self) -> int:
+        return len(self.base)
+
+    @property
+    def vocab(self) -> int:
+        return self.target.shape[-1]
+
+    @classmethod
+    def random(
+        cls, seed: int, gamma: int, vocab: int, dtype: torch.dtype, d2t: list[int] | None = None
+    ) -> TinyPair:
+        rng = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return (1.5 * torch.randn(*shape, generator=rng, dtype=torch.float64)).to(dtype)
+
+        num_draft = vocab if d2t is None else len(d2t)
+        return cls(
+            normal(gamma + 1, vocab, vocab),
+            normal(gamma, num_draft),
+            MarkovHead(normal(vocab, 2), normal(num_draft, 2)),
+            torch.rand(gamma, vocab, generator=rng).numpy(),
+            None if d2t is None else torch.tensor(d2t),
+        )
+
+
+def processed(logits: Float64, params: SamplingParams) -> Float64:
+    """The served distribution of one row, written again from its definition: the oracle."""
+    if params.temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    temperature, top_p = (
+        np.float64(np.float32(params.temperature)),
+        np.float64(np.float32(params.top_p)),
+    )
+    p = np.exp((logits - logits.max()) / temperature)  # parameters travel as float32
+    p /= p.sum()
+    if params.top_k:
+        p[p < np.sort(p)[::-1][min(params.top_k, len(p)) - 1]] = 0
+        p /= p.sum()
+    kept, mass = np.zeros_like(p), 0.0
+    for token in np.argsort(-p, kind="stable"):
+        if mass >= top_p:
+            break
+        kept[token] = p[token]
+        mass += p[token]
+    return kept / kept.sum()
+
+
+def target_law(pair: TinyPair, anchor: int, params: SamplingParams) -> Float64:
+    """P(y_1..y_{gamma+1}) without speculation, [V] * (gamma + 1)."""
+    law = np.ones(())
+    for k in range(pair.gamma + 1):
+        rows = np.stack(
+            [processed(pair.target[k, v].double().numpy(), params) for v in range(pair.vocab)]
+        )
+        law = law[..., None] * (rows[anchor] if k == 0 else rows)
+    return law
+
+
+def cuts(outcome: Callable[[Tensor], Tensor], num_rows: int, num_outcomes: int) -> Float64:
+    """Interval ends [num_rows, num_outcomes + 1] of outcomes ordered in a draw.
+
+    `outcome` maps draws [num_rows, num_outcomes - 1] (one column an end that is looked for) to outcomes.
+    """
+    low = torch.zeros(num_rows, num_outcomes - 1, dtype=torch.float64)
+    high = torch.ones_like(low)
+    limit = torch.arange(num_outcomes - 1)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        below = outcome(middle) <= limit
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    ends = np.concatenate([np.zeros((num_rows, 1)), high.numpy(), np.ones((num_rows, 1))], axis=1)
+    ends[ends > 1 - 2.0**-40] = 1.0
+    ends[ends < 2.0**-40] = 0.0
+    return ends
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Every block a drafter can propose, with its probability. P paths."""
+
+    probability: Float64  # [P]
+    tokens: npt.NDArray[np.int64]  # [P, gamma]
+    q_ids: npt.NDArray[np.int64]  # [P, gamma, K]
+    q_probs: npt.NDArray[np.floating]  # [P, gamma, K]
+
+    def survivals(self, pair: TinyPair, anchor: int) -> npt.NDArray[np.float32]:
+        before = np.concatenate(
+            [np.full((len(self.tokens), 1), anchor), self.tokens[:, :-1]], axis=1
+        )
+        return survivals(pair.confidence[np.arange(pair.gamma), before])
+
+
+def drafted(
+    code: Code, pair: TinyPair, anchor: int, params: SamplingParams, draft_top_k: int
+) -> Drafted:
+    """Enumerate the drafter's block slot by slot."""
+
+    def sample(draws: Tensor) -> block_reference.BlockSample:
+        n = len(draws)
+        return code.sample_block(
+            pair.base[None].expand(n, -1, -1),
+            pair.markov,
+            torch.full((n,), anchor),
+            torch.full((n,), ANCHOR_POSITION),
+            DraftSampling.of(SamplingBatch.of([params] * n)),
+            draft_top_k,
+            pair.d2t,
+            draws,
+        )
+
+    draws = torch.full((1, pair.gamma), 0.5, dtype=torch.float64)
+    probability = np.ones(1)
+    for k in range(pair.gamma):
+
+        def slot_of(u: Tensor, k: int = k, draws: Tensor = draws) -> Tensor:
+            tried = draws.repeat_interleave(u.shape[1], 0)
+            tried[:, k] = u.flatten()
+            block = sample(tried)
+            slot = (block.q_ids[:, k] == block.draft_token_ids[:, k, None]).long().argmax(-1)
+            return slot.view(u.shape)
+
+        ends = cuts(slot_of, len(draws), draft_top_k)
+        width = np.diff(ends, axis=1)
+        path, slot = np.nonzero(width > 0)
+        draws = draws[path].clone()
+        draws[:, k] = torch.from_numpy((ends[path, slot] + ends[path, slot + 1]) / 2)
+        probability = probability[path] * width[path, slot]
+    block = sample(draws)
+    return Drafted(
+        probability, block.draft_token_ids.numpy(), block.q_ids.numpy(), block.q_probs.numpy()
+    )
+
+
+def round_laws(
+    code: Code, pair: TinyPair, anchor: int, params: SamplingParams, blocks: Drafted
+) -> Float64:
+    """Law of the next gamma + 1 tokens for every block and verify_len, [P, gamma + 1, V, V, ...].
+
+    What the round does not commit follows the target's own law, as later rounds will.
+    """
+    gamma, vocab = pair.gamma, pair.vocab
+    rest = [
+        np.stack([processed(pair.target[k, v].double().numpy(), params) for v in range(vocab)])
+        for k in range(gamma + 1)
+    ]
+    law = np.zeros((len(blocks.tokens), gamma + 1, *[vocab] * (gamma + 1)))
+    for verify_len in range(gamma + 1):
+        bounds = _accept_bounds(code, pair, anchor, params, blocks, verify_len)
+        for num_accepted in range(verify_len + 1):
+            chance = bounds[:, :num_accepted].prod(axis=1)
+            if num_accepted < verify_len:
+                chance = chance * (1 - bounds[:, num_accepted])
+            if not chance.any():
+                continue
+            next_law = _next_token_law(
+                code, pair, anchor, params, blocks, verify_len, bounds, num_accepted
+            )
+            for path, token in product(np.flatnonzero(chance), range(vocab)):
+                tail = np.ones(())
+                for k in range(num_accepted + 1, gamma + 1):
+                    tail = tail[..., None] * (rest[k][token] if k == num_accepted + 1 else rest[k])
+                index = (path, verify_len, *blocks.tokens[path, :num_accepted], token)
+                law[index] += chance[path] * next_law[path, token] * tail
+    return law
+
+
+def _accept_bounds(
+    code: Code,
+    pair: TinyPair,
+    anchor: int,
+    params: SamplingParams,
+    blocks: Drafted,
+    verify_len: int,
+) -> Float64:
+    """P(slot k accepted | the ones before it were), [P, verify_len]."""
+    num_paths = len(blocks.tokens)
+    run = _verifier(code, pair, anchor, params, blocks, verify_len, 1)
+    bounds = np.zeros((num_paths, verify_len))
+    for k in range(verify_len):
+        accept = torch.from_numpy(bounds / 2)
+
+        def refused(u: Tensor, k: int = k, accept: Tensor = accept) -> Tensor:
+            tried = accept.clone()
+            tried[:, k] = u[:, 0]
+            accepted, _ = run(tried, torch.full((num_paths,), 0.5, dtype=torch.float64))
+            return (accepted <= k).long()[:, None]
+
+        bounds[:, k] = _first_cut(refused, num_paths, accept, k)
+    return bounds
+
+
+def _first_cut(
+    refused: Callable[[Tensor], Tensor], num_rows: int, accept: Tensor, k: int
+) -> Float64:
+    # While slot k is bisected, the slots after it must not look accepted: their draw is 1 - tiny.
+    accept[:, k + 1 :] = 1 - 2.0**-45
+    return cuts(refused, num_rows, 2)[:, 1]
+
+
+def _next_token_law(
+    code: Code,
+    pair: TinyPair,
+    anchor: int,
+    params: SamplingParams,
+    blocks: Drafted,
+    verify_len: int,
+    bounds: Float64,
+    num_accepted: int,
+) -> Float64:
+    """Law of the token after an accepted run of this length, [P, V]."""
+    num_paths, vocab = len(blocks.tokens), pair.vocab
+    accept = bounds / 2
+    if num_accepted < verify_len:
+        accept[:, num_accepted:] = (1 + bounds[:, num_accepted:]) / 2
+    accept_draws = torch.from_numpy(accept).repeat_interleave(vocab - 1, 0)
+    run = _verifier(code, pair, anchor, params, blocks, verify_len, vocab - 1)
+
+    def token_of(u: Tensor) -> Tensor:
+        _, token = run(accept_draws, u.flatten())
+        return token.view(u.shape)
+
+    return np.diff(cuts(token_of, num_paths, vocab), axis=1)
+
+
+def _verifier(
+    code: Code,
+    pair: TinyPair,
+    anchor: int,
+    params: SamplingParams,
+    blocks: Drafted,
+    verify_len: int,
+    copies: int,
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A function of (accept draws, sample draws) that verifies every block `copies` times in one ragged batch."""
+    tokens = np.repeat(blocks.tokens, copies, axis=0)
+    num_rows = len(tokens)
+    flat = np.concatenate([np.full((num_rows, 1), anchor), tokens[:, :verify_len]], axis=1)
+    plan = StepPlan(
+        step=7,
+        request_ids=tuple(str(row) for row in range(num_rows)),
+        token_ids=flat.reshape(-1).astype(np.int32),
+        positions=np.tile(ANCHOR_POSITION + np.arange(verify_len + 1), num_rows).astype(np.int32),
+        cu_query_len=((verify_len + 1) * np.arange(num_rows + 1)).astype(np.int32),
+        context_len=np.zeros(num_rows, np.int32),
+        block_tables=np.zeros((num_rows, 1), np.int32),
+        slot_mapping=np.zeros(flat.size, np.int32),
+        verify_len=np.full(num_rows, verify_len, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        sampling=SamplingBatch.of([params] * num_rows),
+        draft=DraftTokens(
+            np.repeat(blocks.q_ids, copies, axis=0).astype(np.int32),
+            np.repeat(blocks.q_probs, copies, axis=0),
+        ),
+    )
+    batch = verify_batch(plan)
+    slots = np.tile(np.arange(verify_len + 1), num_rows)
+    logits = pair.target[slots, plan.token_ids.astype(np.int64)]
+
+    def run(accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        return code.verify(logits, batch, Draws(accept, sample))
+
+    return run
+
+
+def output_law(
+    blocks: list[Drafted],
+    laws: list[Float64],
+    survival: list[npt.NDArray[np.float32]],
+    schedule: Scheduler,
+) -> list[Float64]:
+    """Law of each request's next tokens when one scheduler decides over all requests' blocks of a step."""
+    total = [np.zeros(law.shape[2:]) for law in laws]
+    for paths in product(*[range(len(each.tokens)) for each in blocks]):
+        chance = np.prod([each.probability[path] for each, path in zip(blocks, paths, strict=True)])
+        lens = schedule(np.stack([a[path] for a, path in zip(survival, paths, strict=True)]))
+        for request, (path, verify_len) in enumerate(zip(paths, lens, strict=True)):
+            total[request] += chance * laws[request][path, verify_len]
+    return total
+
+
+def total_variation(a: Float64, b: Float64) -> float:
+    return float(0.5 * np.abs(a - b).sum())
