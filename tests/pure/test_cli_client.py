@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,40 @@ def test_the_demo_reports_what_others_rely_on(
     assert {row["kind"] for row in report["prompts"]} == {"code", "math", "chat", "prose"}
     assert all(row["tokens"] == 6 and row["equal"] for row in report["prompts"])
     assert "fast" not in report
+
+
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [
+        ([], ["reproducible", "fast"]),
+        (["--fast"], ["reproducible", "fast"]),
+        (["--no-fast"], ["reproducible"]),
+    ],
+)
+def test_without_a_running_cluster_the_demo_starts_its_own(
+    options: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def local(_: argparse.Namespace, override: str) -> Iterator[str]:
+        seen.append(override.removeprefix("model.numerics="))
+        yield URL
+
+    transport = httpx.MockTransport(endpoint)
+    monkeypatch.setattr(demo_module, "EndpointClient", partial(EndpointClient, transport=transport))
+    monkeypatch.setattr(demo_module, "local_cluster", local)
+    assert main(["demo", "--state", str(tmp_path / "none"), "--json", *options]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert seen == started
+    assert report["numerics"] == "reproducible"
+    assert ("fast" in report) == ("fast" in started)
+    if "fast" in started:
+        assert set(report["fast"]) == {"dspark", "none", "greedy_equal"}
 
 
 @pytest.mark.parametrize(("numerics", "code"), [("reproducible", 1), ("fast", 0)])
