@@ -63,15 +63,21 @@ class EndpointClient:
         self._http.close()
 
     def models(self) -> list[str]:
-        return [str(entry["id"]) for entry in self._get(f"{self.base_url}/models")["data"]]
+        body = self._get(f"{self.base_url}/models")
+        try:
+            return [str(entry["id"]) for entry in body["data"]]
+        except (KeyError, TypeError) as error:
+            raise _not_ours(self.base_url) from error
 
     def health(self) -> dict[str, Any]:
         """The body of /health, whatever its status code: a cluster that is not ready says why in it."""
         url = self.base_url.removesuffix("/v1") + "/health"
         try:
             body = self._http.get(url).json()
-        except (httpx.HTTPError, ValueError) as error:
+        except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
+        except ValueError as error:
+            raise _not_ours(self.base_url) from error
         return body if isinstance(body, dict) else {"status": body}
 
     def choose_model(self, wanted: str | None) -> str:
@@ -112,15 +118,17 @@ class EndpointClient:
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
 
-    def _get(self, url: str) -> dict[str, Any]:
+    def _get(self, url: str) -> Any:
         try:
             response = self._http.get(url)
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
         if response.status_code != httpx.codes.OK:
             raise _refused(response)
-        body: dict[str, Any] = response.json()
-        return body
+        try:
+            return response.json()
+        except ValueError as error:
+            raise _not_ours(self.base_url) from error
 
 
 def collect(
@@ -182,11 +190,15 @@ def _message(body: Any) -> str:
 
 
 def _unreachable(base_url: str, error: Exception) -> CommandError:
-    if isinstance(error, httpx.ReadTimeout):
-        return CommandError(
-            f"{base_url} went silent for {SILENCE_TIMEOUT_S:g} s; see `dspark status`"
-        )
     reason = str(error) or type(error).__name__
-    return CommandError(
-        f"no answer from {base_url} ({reason}); start a cluster with `dspark serve`"
-    )
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return CommandError(
+            f"no answer from {base_url} ({reason}); start a cluster with `dspark serve`"
+        )
+    if isinstance(error, httpx.ReadTimeout):
+        reason = f"silent for {SILENCE_TIMEOUT_S:g} s"
+    return CommandError(f"the connection to {base_url} broke ({reason}); see `dspark status`")
+
+
+def _not_ours(base_url: str) -> CommandError:
+    return CommandError(f"{base_url} does not answer like an OpenAI endpoint; check the address")

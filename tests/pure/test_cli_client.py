@@ -121,7 +121,8 @@ def test_a_stream_that_fails_is_an_error_not_a_short_answer(
     ("failure", "message"),
     [
         (httpx.ConnectError("refused"), "start a cluster with `dspark serve`"),
-        (httpx.ReadTimeout("slow"), "went silent for 120 s"),
+        (httpx.ReadTimeout("slow"), "silent for 120 s"),
+        (httpx.RemoteProtocolError("peer closed"), "broke .peer closed.; see `dspark status`"),
     ],
 )
 def test_an_endpoint_that_does_not_answer_is_one_line(failure: Exception, message: str) -> None:
@@ -135,6 +136,14 @@ def test_an_endpoint_that_does_not_answer_is_one_line(failure: Exception, messag
     ):
         with pytest.raises(CommandError, match=message):
             ask(client(handler))
+
+
+@pytest.mark.parametrize(
+    "response", [httpx.Response(200, text="<html>"), httpx.Response(200, json=[1])]
+)
+def test_another_kind_of_server_is_recognised(response: httpx.Response) -> None:
+    with pytest.raises(CommandError, match="does not answer like an OpenAI endpoint"):
+        client(lambda _: response).models()
 
 
 def test_a_wrong_model_name_lists_the_right_ones() -> None:
