@@ -65,7 +65,7 @@ class TinyPair:
         rng = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return (1.5 * torch.randn(*shape, generator=rng, dtype=torch.float64)).to(dtype)
+            return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
 
         num_draft = vocab if d2t is None else len(d2t)
         return cls(
@@ -200,20 +200,18 @@ def round_laws(
     law = np.zeros((len(blocks.tokens), gamma + 1, *[vocab] * (gamma + 1)))
     for verify_len in range(gamma + 1):
         bounds = _accept_bounds(code, pair, anchor, params, blocks, verify_len)
-        for num_accepted in range(verify_len + 1):
-            chance = bounds[:, :num_accepted].prod(axis=1)
-            if num_accepted < verify_len:
-                chance = chance * (1 - bounds[:, num_accepted])
+        for accepts in product((True, False), repeat=verify_len):
+            chance = np.where(accepts, bounds, 1 - bounds).prod(axis=1)
             if not chance.any():
                 continue
-            next_law = _next_token_law(
-                code, pair, anchor, params, blocks, verify_len, bounds, num_accepted
-            )
+            draws = np.where(accepts, bounds / 2, (1 + bounds) / 2)
+            run = _verifier(code, pair, anchor, params, blocks, verify_len, vocab - 1)
+            accepted, next_law = _next_token_law(run, draws, vocab)
             for path, token in product(np.flatnonzero(chance), range(vocab)):
-                tail = np.ones(())
-                for k in range(num_accepted + 1, gamma + 1):
-                    tail = tail[..., None] * (rest[k][token] if k == num_accepted + 1 else rest[k])
-                index = (path, verify_len, *blocks.tokens[path, :num_accepted], token)
+                count, tail = accepted[path], np.ones(())
+                for k in range(count + 1, gamma + 1):
+                    tail = tail[..., None] * (rest[k][token] if k == count + 1 else rest[k])
+                index = (path, verify_len, *blocks.tokens[path, :count], token)
                 law[index] += chance[path] * next_law[path, token] * tail
     return law
 
@@ -252,28 +250,17 @@ def _first_cut(
 
 
 def _next_token_law(
-    code: Code,
-    pair: TinyPair,
-    anchor: int,
-    params: SamplingParams,
-    blocks: Drafted,
-    verify_len: int,
-    bounds: Float64,
-    num_accepted: int,
-) -> Float64:
-    """Law of the token after an accepted run of this length, [P, V]."""
-    num_paths, vocab = len(blocks.tokens), pair.vocab
-    accept = bounds / 2
-    if num_accepted < verify_len:
-        accept[:, num_accepted:] = (1 + bounds[:, num_accepted:]) / 2
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], accept: Float64, vocab: int
+) -> tuple[npt.NDArray[np.int64], Float64]:
+    """Accepted tokens [P] and the law [P, V] of the token after them, for given acceptance draws [P, verify_len]."""
     accept_draws = torch.from_numpy(accept).repeat_interleave(vocab - 1, 0)
-    run = _verifier(code, pair, anchor, params, blocks, verify_len, vocab - 1)
+    accepted, _ = run(accept_draws, torch.full((len(accept_draws),), 0.5, dtype=torch.float64))
 
     def token_of(u: Tensor) -> Tensor:
         _, token = run(accept_draws, u.flatten())
         return token.view(u.shape)
 
-    return np.diff(cuts(token_of, num_paths, vocab), axis=1)
+    return accepted[:: vocab - 1].numpy(), np.diff(cuts(token_of, len(accept), vocab), axis=1)
 
 
 def _verifier(
@@ -286,32 +273,39 @@ def _verifier(
     copies: int,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A function of (accept draws, sample draws) that verifies every block `copies` times in one ragged batch."""
-    tokens = np.repeat(blocks.tokens, copies, axis=0)
-    num_rows = len(tokens)
-    flat = np.concatenate([np.full((num_rows, 1), anchor), tokens[:, :verify_len]], axis=1)
+    # One more request with a full block goes first, so that the batch is ragged and rows are offset.
+    paths = np.concatenate([[0], np.repeat(np.arange(len(blocks.tokens)), copies)])
+    lens = np.full(len(paths), verify_len)
+    lens[0] = pair.gamma
+    query = np.concatenate([np.full((len(paths), 1), anchor), blocks.tokens[paths]], axis=1)
+    slots = np.arange(pair.gamma + 1)
+    used = slots <= lens[:, None]
     plan = StepPlan(
         step=7,
-        request_ids=tuple(str(row) for row in range(num_rows)),
-        token_ids=flat.reshape(-1).astype(np.int32),
-        positions=np.tile(ANCHOR_POSITION + np.arange(verify_len + 1), num_rows).astype(np.int32),
-        cu_query_len=((verify_len + 1) * np.arange(num_rows + 1)).astype(np.int32),
-        context_len=np.zeros(num_rows, np.int32),
-        block_tables=np.zeros((num_rows, 1), np.int32),
-        slot_mapping=np.zeros(flat.size, np.int32),
-        verify_len=np.full(num_rows, verify_len, np.int32),
-        samples=np.ones(num_rows, np.bool_),
-        sampling=SamplingBatch.of([params] * num_rows),
-        draft=DraftTokens(
-            np.repeat(blocks.q_ids, copies, axis=0).astype(np.int32),
-            np.repeat(blocks.q_probs, copies, axis=0),
-        ),
+        request_ids=tuple(str(row) for row in range(len(paths))),
+        token_ids=query[used].astype(np.int32),
+        positions=(ANCHOR_POSITION + np.broadcast_to(slots, used.shape)[used]).astype(np.int32),
+        cu_query_len=np.concatenate([[0], np.cumsum(lens + 1)]).astype(np.int32),
+        context_len=np.zeros(len(paths), np.int32),
+        block_tables=np.zeros((len(paths), 1), np.int32),
+        slot_mapping=np.zeros(used.sum(), np.int32),
+        verify_len=lens.astype(np.int32),
+        samples=np.ones(len(paths), np.bool_),
+        sampling=SamplingBatch.of([params] * len(paths)),
+        draft=DraftTokens(blocks.q_ids[paths].astype(np.int32), blocks.q_probs[paths]),
     )
     batch = verify_batch(plan)
-    slots = np.tile(np.arange(verify_len + 1), num_rows)
-    logits = pair.target[slots, plan.token_ids.astype(np.int64)]
+    logits = pair.target[plan.positions - ANCHOR_POSITION, plan.token_ids.astype(np.int64)]
 
     def run(accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-        return code.verify(logits, batch, Draws(accept, sample))
+        draws = Draws(
+            torch.full((len(paths), pair.gamma), 0.5).double(),
+            torch.full((len(paths),), 0.5).double(),
+        )
+        draws.accept[1:, :verify_len] = accept
+        draws.sample[1:] = sample
+        accepted, token = code.verify(logits, batch, draws)
+        return accepted[1:], token[1:]
 
     return run
 
