@@ -115,6 +115,14 @@ def check_names(checkpoint: Mapping[str, Tensor], wanted: set[str], optional: se
         )
 
 
+def embedding_tables(model_dir: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the target's (embed, output head), each [V, d]; the same tensor when tied."""
+    weights = Checkpoint(model_dir)
+    embed = weights["model.embed_tokens.weight"].to(dtype)
+    head = weights["lm_head.weight"].to(dtype) if "lm_head.weight" in weights else embed
+    return embed, head
+
+
 def _tensor_files(model_dir: Path) -> list[Path]:
     """Return the safetensors files of `model_dir`, in the order of its index."""
     index = model_dir / INDEX_FILE

@@ -201,7 +201,8 @@ class DSparkModel(nn.Module):
         rows = self.markov_embedding(previous_ids)
         if rows is None or self.markov_head is None:
             return base
-        return base + self.markov_head.markov_w2(rows.to(hidden.dtype)).float()
+        bias: Tensor = self.markov_head.markov_w2(rows.to(hidden.dtype))
+        return base + bias.float()
 
     def confidence_logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Return fp32 logits [...] of conditional acceptance; `rows` are W1 rows [..., r]."""
@@ -211,8 +212,8 @@ class DSparkModel(nn.Module):
             hidden = torch.cat((hidden.float(), rows.float()), dim=-1)
         proj = self.confidence_head.proj
         with torch.autocast(hidden.device.type, enabled=False):
-            out: Tensor = F.linear(hidden.float(), proj.weight.float(), proj.bias.float())[..., 0]
-            return out
+            out = F.linear(hidden.float(), proj.weight.float(), proj.bias.float())
+        return out.squeeze(-1)
 
 
 def strict_context_mask(anchors: Tensor, span: int) -> Tensor:

@@ -6,7 +6,6 @@ serving target engine is elsewhere; both read the same checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,28 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from actors.engine.packed import Linear, packed_linear
 from actors.engine.rotary import rotary_tables, rotate
 from actors.engine.weights import Checkpoint, CheckpointError, read_config
-
-Linear = Callable[[Tensor], Tensor]
-
-
-def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return x -> x @ weight.T (+ bias), with the weight laid out for oneDNN once when bf16 on CPU.
-
-    `weight` is [out, in]; the returned function takes [..., in]. Other dtypes and devices use the
-    ordinary linear.
-    """
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        return lambda x: F.linear(x, weight, bias)
-    mkldnn = torch.ops.mkldnn
-    packed = mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-
-    def run(x: Tensor) -> Tensor:
-        out: Tensor = mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return out
-
-    return run
 
 
 @dataclass

@@ -44,14 +44,6 @@ def config_for_target(
     return replace(base, qk_norm=False)
 
 
-def target_tables(model_dir: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the target's (embed, output head), each [V, d]; the same tensor when tied."""
-    weights = Checkpoint(model_dir)
-    embed = weights["model.embed_tokens.weight"].to(dtype)
-    head = weights["lm_head.weight"].to(dtype) if "lm_head.weight" in weights else embed
-    return embed, head
-
-
 def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
     """Return the `size` most frequent ids, ascending; unseen ids go by BPE rank (low is common)."""
     rank = torch.arange(len(counts), dtype=torch.float64)

@@ -94,28 +94,33 @@ class Trainer:
         drawn = self.data.draw(rng, self.options.num_sequences, self.options.num_anchors)
         batch = self.data.batch(drawn, self.model.config.block_size)
         self.optimizer.zero_grad(set_to_none=True)
-        total, parts = self.losses(batch)
+        total, parts = self.losses(batch, rng)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.optimizer.step()
         self.step += 1
         return StepLog(step=self.step, rate=rate, seconds=time.perf_counter() - started, **parts)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """Return (total loss, the fields of StepLog it determines)."""
+    def losses(self, batch: Batch, rng: np.random.Generator) -> tuple[Tensor, dict[str, Any]]:
+        """Return (total loss, the fields of StepLog it determines).
+
+        A slot of weight w is kept with probability w and then weighs one: the same loss in the mean,
+        for about half the work over the vocabulary.
+        """
         model, options = self.model, self.options
         gamma, width = model.config.block_size, model.config.hidden_size
-        valid = batch.valid.flatten()
-        weights = (options.loss.slots(gamma) * batch.valid).flatten()
+        chance = options.loss.slots(gamma) * batch.valid
+        kept = (torch.from_numpy(rng.random(chance.shape)) < chance).flatten().nonzero()[:, 0]
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
             hidden = model.backbone(batch.features, batch.anchors, batch.anchor_ids)
-        hidden = hidden.view(-1, width)
-        rows = model.markov_embedding(batch.previous.flatten())
+        hidden = hidden.view(-1, width)[kept]
+        rows = model.markov_embedding(batch.previous.flatten()[kept])
         assert rows is not None and model.markov_head is not None
+        weights = torch.ones(len(kept))
         labels = Labels(
-            self.to_draft[batch.labels.flatten()],
-            batch.teacher_hidden.view(-1, width),
-            batch.teacher_lse.flatten(),
+            self.to_draft[batch.labels.flatten()[kept]],
+            batch.teacher_hidden.view(-1, width)[kept],
+            batch.teacher_lse.flatten()[kept],
             weights,
         )
         vocabulary = block_loss(
@@ -125,20 +130,22 @@ class Trainer:
             model.confidence_logits(hidden, rows), vocabulary.accept, weights
         )
         total = vocabulary.total + options.loss.confidence * confidence
+        slots = kept % gamma
         parts = {
             "loss": total.item(),
             "ce": vocabulary.ce.item(),
             "tv": vocabulary.tv.item(),
             "distill": vocabulary.distill.item(),
             "confidence": confidence.item(),
-            "agree": _per_slot(vocabulary.agree.float(), valid, gamma),
-            "accept": _per_slot(vocabulary.accept, valid, gamma),
+            "agree": _per_slot(vocabulary.agree.float(), slots, gamma),
+            "accept": _per_slot(vocabulary.accept, slots, gamma),
         }
         return total, parts
 
     def run(self, out_dir: Path, until_s: float | None = None) -> None:
         """Train to `max_steps` or the wall-clock time `until_s`, logging and checkpointing."""
         out_dir.mkdir(parents=True, exist_ok=True)
+        _drop_later_entries(out_dir / "log.jsonl", self.step)
         saved = time.monotonic()
         with (out_dir / "log.jsonl").open("a", encoding="utf-8") as log:
             for entry in self._steps(until_s):
@@ -187,10 +194,20 @@ class Trainer:
         self.step = int(state["step"])
 
 
-def _per_slot(values: Tensor, valid: Tensor, gamma: int) -> list[float]:
-    counts = valid.view(-1, gamma).sum(0).clamp_min(1)
-    sums = (values * valid).view(-1, gamma).sum(0)
+def _per_slot(values: Tensor, slots: Tensor, gamma: int) -> list[float]:
+    """Return the mean of values [M] for each of the gamma slots."""
+    counts = torch.bincount(slots, minlength=gamma).clamp_min(1)
+    sums = torch.zeros(gamma).index_add_(0, slots, values.float())
     return [round(v, 4) for v in (sums / counts).tolist()]
+
+
+def _drop_later_entries(log: Path, step: int) -> None:
+    """Forget log lines beyond `step`: a killed run repeats the steps after its last checkpoint."""
+    if log.exists():
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        log.write_text(
+            "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
+        )
 
 
 def plot_log(log: Path, png: Path) -> None:

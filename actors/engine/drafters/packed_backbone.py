@@ -1,0 +1,158 @@
+"""The DSpark drafter's weights laid out for serving, and its forward over padded context rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from actors.engine.drafters.dspark import DSparkModel, Layer
+from actors.engine.packed import Linear, packed_linear
+from actors.engine.rotary import rotate
+from kernels.markov_sample import MarkovHead
+
+
+@dataclass
+class _PackedLayer:
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    norm_in: Tensor
+    norm_post: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class PackedBackbone:
+    """Same mathematics as `DSparkModel`, one block a request, context K/V given instead of features."""
+
+    def __init__(self, model: DSparkModel, dtype: torch.dtype, device: torch.device) -> None:
+        """Fuse and lay out every weight of `model` once."""
+        self.config, self.dtype, self.device = model.config, dtype, device
+        weight = self._weight
+        self.embed = weight(model.embed)
+        self.head = packed_linear(weight(model.head))
+        self.draft_ids = model.draft_ids.to(device) if model.config.reduced else None
+        self.fc = packed_linear(weight(model.fc.weight))
+        self.hidden_norm, self.norm = weight(model.hidden_norm.weight), weight(model.norm.weight)
+        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+        self.layers = [self._pack_layer(layer) for layer in layers]
+        # K and V of a context token in every layer come from the same input: one matmul for all.
+        context_kv = [p.weight for a in layers for p in (a.self_attn.k_proj, a.self_attn.v_proj)]
+        self._context_kv = packed_linear(weight(torch.cat(context_kv)))
+        self.cos, self.sin = weight(model.cos), weight(model.sin)
+        self.markov: MarkovHead | None = None
+        if model.markov_head is not None:
+            head = model.markov_head
+            self.markov = MarkovHead(weight(head.markov_w1.weight), weight(head.markov_w2.weight))
+        self._confidence: tuple[Tensor, Tensor] | None = None
+        if model.confidence_head is not None:
+            proj = model.confidence_head.proj
+            self._confidence = (
+                proj.weight.detach()[0].float().to(device),
+                proj.bias.detach().float().to(device),
+            )
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, each [layers, T, kv_heads, head_dim].
+
+        features [T, taps * d] of context tokens at absolute positions [T].
+        """
+        config = self.config
+        hidden = self.rms_norm(self.fc(features.to(self.device, self.dtype)), self.hidden_norm)
+        shape = (len(features), len(self.layers), 2, config.num_key_value_heads, config.head_dim)
+        keys, values = self._context_kv(hidden).view(shape).permute(2, 1, 0, 3, 4)
+        if config.qk_norm:
+            norms = [layer.k_norm for layer in self.layers if layer.k_norm is not None]
+            keys = torch.stack(
+                [self.rms_norm(k, norm) for k, norm in zip(keys, norms, strict=True)]
+            )
+        return rotate(keys, self.cos[positions][:, None], self.sin[positions][:, None]), values
+
+    def block(
+        self, keys: Tensor, values: Tensor, beyond: Tensor, anchor_ids: Tensor, anchors: Tensor
+    ) -> Tensor:
+        """Return slot hiddens [N, block_size, d] after the final norm.
+
+        keys, values [layers, N, kv_heads, S, head_dim]; beyond [N, S], true where a row holds nothing;
+        anchor_ids, anchors [N]: token and absolute position. The block is bidirectional, so a shorter
+        one would change every slot: it is always computed whole.
+        """
+        config = self.config
+        size = config.block_size
+        ids = torch.full((len(anchors), size), config.mask_token_id, device=self.device)
+        ids[:, 0] = anchor_ids
+        positions = anchors[:, None] + torch.arange(size, device=self.device)
+        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        x = self.embed[ids]
+        for index, layer in enumerate(self.layers):
+            x = x + layer.out(self._attend(x, layer, keys[index], values[index], beyond, cos, sin))
+            gate, up = layer.gate_up(self.rms_norm(x, layer.norm_post)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+        return self.rms_norm(x, self.norm)
+
+    def confidence_logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
+        """Return fp32 [N, g] for hidden [N, g, d] and W1 rows [N, g, r]; None without the head."""
+        if self._confidence is None:
+            return None
+        weight, bias = self._confidence
+        inputs = hidden.float()
+        if self.config.confidence_head_with_markov:
+            assert embeddings is not None
+            inputs = torch.cat((inputs, embeddings.float()), -1)
+        return inputs @ weight + bias
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise the last dimension of x by its root mean square and scale it."""
+        out: Tensor = F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+        return out
+
+    def _attend(
+        self,
+        x: Tensor,
+        layer: _PackedLayer,
+        keys: Tensor,
+        values: Tensor,
+        beyond: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Mix x [N, g, d] over context and own block; returns [N, g, heads * head_dim]."""
+        config = self.config
+        count, size, _ = x.shape
+        heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = layer.qkv(self.rms_norm(x, layer.norm_in)).view(count, size, -1, dim)
+        q, k, v = qkv.split([heads, kv, kv], dim=2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self.rms_norm(q, layer.q_norm), self.rms_norm(k, layer.k_norm)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = q.view(count, size, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(count, kv, -1, dim)
+        span = keys.shape[2]
+        scores = torch.cat((q @ keys.transpose(2, 3), q @ k.permute(0, 2, 3, 1)), -1).float()
+        scores[..., :span].masked_fill_(beyond[:, None, None], float("-inf"))
+        weights = (scores * dim**-0.5).softmax(-1).to(self.dtype)
+        mixed: Tensor = weights[..., :span] @ values + weights[..., span:] @ v.transpose(1, 2)
+        mixed = mixed.view(count, kv, -1, size, dim).permute(0, 3, 1, 2, 4)
+        return mixed.reshape(count, size, -1)
+
+    def _weight(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype).contiguous()
+
+    def _pack_layer(self, layer: Layer) -> _PackedLayer:
+        attention, mlp, weight = layer.self_attn, layer.mlp, self._weight
+        normed = self.config.qk_norm
+        qkv = torch.cat([getattr(attention, f"{n}_proj").weight for n in "qkv"])
+        return _PackedLayer(
+            qkv=packed_linear(weight(qkv)),
+            out=packed_linear(weight(attention.o_proj.weight)),
+            gate_up=packed_linear(weight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
+            down=packed_linear(weight(mlp.down_proj.weight)),
+            norm_in=weight(layer.input_layernorm.weight),
+            norm_post=weight(layer.post_attention_layernorm.weight),
+            q_norm=weight(attention.q_norm.get_parameter("weight")) if normed else None,
+            k_norm=weight(attention.k_norm.get_parameter("weight")) if normed else None,
+        )

@@ -1,0 +1,62 @@
+"""From a drafter directory to a serving engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.engine.drafters.checkpoint import load_dspark
+from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
+from actors.engine.weights import CheckpointError, embedding_tables
+
+CALIBRATION_FILE = "calibration.json"
+
+
+def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) -> DSparkEngine:
+    """Load a DSpark drafter for the target whose Hugging Face directory is `target_dir`.
+
+    The target's embedding and output head are read from there when the drafter is tied to them.
+    Raises CheckpointError for anything that does not fit.
+    """
+    embed, head = embedding_tables(target_dir, options.dtype)
+    model = load_dspark(drafter_dir, embed, head)
+    temperatures = read_temperatures(drafter_dir, model.config.block_size)
+    return DSparkEngine(model, temperatures, options, identity(drafter_dir, options))
+
+
+def read_temperatures(drafter_dir: Path, block_size: int) -> Tensor:
+    """Return the confidence temperatures [block_size] of `calibration.json`; ones without the file.
+
+    Raises CheckpointError when there are fewer than the block has slots, or one is not positive.
+    """
+    path = drafter_dir / CALIBRATION_FILE
+    if not path.is_file():
+        return torch.ones(block_size)
+    values = json.loads(path.read_text(encoding="utf-8")).get("temperatures")
+    if (
+        not isinstance(values, list)
+        or len(values) != block_size
+        or not all(isinstance(v, int | float) and v > 0 for v in values)
+    ):
+        raise CheckpointError(
+            f"{path}: 'temperatures' must list {block_size} positive numbers; calibrate again"
+        )
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def identity(drafter_dir: Path, options: DrafterOptions) -> str:
+    """Return a hash of what the cost and confidences of a drafter depend on."""
+    digest = hashlib.sha256()
+    for name in ("config.json", CALIBRATION_FILE, "model.safetensors"):
+        path = drafter_dir / name
+        if path.is_file():
+            digest.update(path.read_bytes())
+    digest.update(
+        f"{options.dtype} {options.device} {options.gamma} {options.draft_top_k}".encode()
+    )
+    digest.update(str(torch.get_num_threads()).encode())
+    return digest.hexdigest()[:16]

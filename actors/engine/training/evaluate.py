@@ -1,0 +1,132 @@
+"""Held-out acceptance at temperature 0, and the data for calibrating confidences.
+
+Greedy speculative decoding commits exactly the target's own greedy text, so rounds can be replayed on
+recorded text: a draft token is accepted when it equals the text there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.training.dataset import OnPolicyDataset, Record
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass
+class Blocks:
+    """Every block of one answer: one row an anchor, in order."""
+
+    hits: BoolArray  # [A, gamma] the draft token equals the text; false beyond its end
+    inside: BoolArray  # [A, gamma] the slot lies within the text
+    confidence_logits: npt.NDArray[np.float32]  # [A, gamma]
+
+    @property
+    def prefix(self) -> BoolArray:
+        """[A, gamma] whether all draft tokens up to here are accepted."""
+        return np.logical_and.accumulate(self.hits, axis=1)
+
+
+@dataclass
+class Acceptance:
+    """Rounds of one domain: committed tokens, bonus included, over rounds (spec 7.3)."""
+
+    committed: int = 0
+    rounds: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> float:
+        """Acceptance length: committed tokens a round."""
+        return self.committed / max(1, self.rounds)
+
+
+@torch.inference_mode()
+def draft_blocks(model: DSparkModel, data: OnPolicyDataset, record: Record, bf16: bool) -> Blocks:
+    """Draft greedily at every anchor of `record`, left to right with the Markov bias."""
+    parts = data.read(record)
+    ids, gamma = parts["ids"], model.config.block_size
+    anchors = torch.arange(record.prompt_len, record.length - 1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        hidden = model.backbone(
+            parts["taps"].flatten(1)[None].to(model.fc.weight.dtype),
+            anchors[None],
+            ids[anchors][None],
+        )[0]
+    text = anchors[:, None] + 1 + torch.arange(gamma)
+    inside = text < len(ids)
+    wanted = ids[text.clamp_max(len(ids) - 1)]
+    previous = ids[anchors]
+    hits, confidences = [], []
+    for k in range(gamma):
+        rows = model.markov_embedding(previous)
+        confidences.append(model.confidence_logits(hidden[:, k], rows))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            previous = model.draft_ids[model.logits(hidden[:, k], previous).argmax(-1)]
+        hits.append(previous == wanted[:, k])
+    return Blocks(
+        (torch.stack(hits, 1) & inside).numpy(),
+        inside.numpy(),
+        torch.stack(confidences, 1).float().numpy(),
+    )
+
+
+def replay(blocks: Blocks, gamma: int, into: Acceptance) -> None:
+    """Add the rounds greedy decoding with `gamma` draft tokens would make over this answer."""
+    lengths = blocks.prefix[:, :gamma].sum(1)
+    total, at = len(lengths), 0
+    into.accepted_at = into.accepted_at or [0] * gamma
+    while at < total:
+        accepted = int(lengths[at])
+        for k in range(accepted):
+            into.accepted_at[k] += 1
+        # The bonus token exists unless the text ended inside the accepted run.
+        into.committed += min(accepted + 1, total - at)
+        into.rounds += 1
+        at += accepted + 1
+
+
+def evaluate(
+    model: DSparkModel,
+    data: OnPolicyDataset,
+    gammas: tuple[int, ...] = (5, 7),
+    *,
+    per_domain: int | None = None,
+    bf16: bool = True,
+) -> tuple[dict[str, dict[int, Acceptance]], list[Blocks]]:
+    """Return acceptance by domain and gamma, and every block, for greedy records of `data`."""
+    result: dict[str, dict[int, Acceptance]] = {}
+    every: list[Blocks] = []
+    taken: dict[str, int] = {}
+    for record in tqdm(data.records, desc="held-out blocks", unit="answer"):
+        taken[record.domain] = taken.get(record.domain, 0) + 1
+        if record.num_anchors < 1 or record.temperature > 0:
+            continue
+        if per_domain is not None and taken[record.domain] > per_domain:
+            continue
+        blocks = draft_blocks(model, data, record, bf16)
+        every.append(blocks)
+        domain = result.setdefault(record.domain, {g: Acceptance() for g in gammas})
+        for gamma, tally in domain.items():
+            replay(blocks, gamma, tally)
+    return result, every
+
+
+def macro(result: dict[str, dict[int, Acceptance]], gamma: int) -> float:
+    """Return the mean over domains of the acceptance length at `gamma`."""
+    return float(np.mean([by_gamma[gamma].length for by_gamma in result.values()]))
+
+
+def pooled(every: list[Blocks]) -> tuple[Tensor, Tensor]:
+    """Return confidence logits and prefix labels [blocks, gamma] of blocks wholly inside their text."""
+    whole = [b.inside.all(1) for b in every]
+    logits = np.concatenate([b.confidence_logits[w] for b, w in zip(every, whole, strict=True)])
+    labels = np.concatenate([b.prefix[w] for b, w in zip(every, whole, strict=True)])
+    return torch.from_numpy(logits), torch.from_numpy(labels)
