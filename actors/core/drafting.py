@@ -233,11 +233,10 @@ class DraftExchange:
         return out
 
     def _ask(self, slots: Slots, now: float) -> Mask:
-        """Note who is asked for a block: running requests that could still use a draft token."""
-        table = self._table
-        wants: Mask = table.is_running[slots] & (table.num_remaining[slots] >= 2)
-        table.wants_draft[slots] = wants
-        table.asked_at[slots] = now
+        """Note who is asked for a block: everyone past the prompt (who can use no draft is not told of commits)."""
+        wants = self._table.is_running[slots]
+        self._table.wants_draft[slots] = wants
+        self._table.asked_at[slots] = now
         return wants
 
     def close(self, request: Request) -> None:

@@ -192,6 +192,16 @@ def test_a_proposal_that_arrives_during_the_plain_step_does_not_survive_it() -> 
     assert session.streams["a"].tokens == oracle(PROMPT, 30)[0]
 
 
+def test_a_draft_is_verified_once_and_never_again() -> None:
+    session, commit = prefilled(max_wait_s=0.25)
+    session.rank.on_message(proposal_for(session, commit), session.now)
+    plan = session.step(drafts=False)
+    assert plan is not None and plan.verify_len.tolist() == [3]
+    session.now += 0.25
+    plan = session.step(drafts=False)
+    assert plan is not None and plan.verify_len.tolist() == [0], "its next block was lost"
+
+
 def test_a_wider_support_is_kept_whole() -> None:
     session, commit = prefilled()
     good = proposal_for(session, commit)
