@@ -153,7 +153,15 @@ class Intake:
                 param=field,
                 code="context_length_exceeded",
             )
-        return self.codec.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self.codec.encode(text, add_special_tokens=add_special_tokens)
+        except (
+            TypeError,
+            UnicodeEncodeError,
+        ) as error:  # half a surrogate pair, from template arguments
+            raise ApiError(
+                400, f"{field}: not encodable as UTF-8; send whole characters", param=field
+            ) from error
 
     def _output_len(self, field: str, prompt_len: int, wanted: int | None, default: int) -> int:
         room = self.limits.max_model_len - prompt_len

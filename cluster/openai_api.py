@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -79,7 +80,18 @@ def _whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "half of a surrogate pair is no character; send whole characters"
+        ) from error
+    return text
+
+
 Int = Annotated[int, BeforeValidator(_whole_number)]
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(Schema):
@@ -101,7 +113,7 @@ class GenerationRequest(Schema):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=-1)
     seed: Int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     max_tokens: Int | None = Field(None, ge=1)
@@ -123,12 +135,12 @@ class GenerationRequest(Schema):
 
 class TextPart(Schema):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Schema):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
 
     @property
     def text(self) -> str:
@@ -144,7 +156,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[Int] | list[list[Int]]
+    prompt: Text | list[Text] | list[Int] | list[list[Int]]
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-CHAT = {"model": "tiny-bytes", "messages": [{"role": "user", "content": "hi"}]}
+from tests.http.harness import CHAT
 
 
 async def events_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
@@ -179,7 +179,7 @@ async def test_unmodified_openai_client_streams_and_completes(launch):
 
 
 async def test_models_health_and_metrics(launch):
-    async with launch() as server:
+    async with launch(text="Hello, world!") as server:
         card = (await server.client.get("/v1/models/tiny-bytes")).json()
         assert card["id"] == "tiny-bytes" and card["max_model_len"] == 512
         assert (await server.client.get("/v1/models/other")).status_code == 404

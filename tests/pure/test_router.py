@@ -1,0 +1,89 @@
+"""Where a new stream goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from actors.core.messages import Endpoint, LoadView, RankLoad, RankRoute, RoutingTable
+from cluster.router import MAX_VIEW_AGE_S, Router
+
+
+def endpoint(name: str, epoch: str = "e", role="target") -> Endpoint:
+    return Endpoint(name, role, f"local://{name}", "", epoch)
+
+
+def table(version: int, allocator: Endpoint | None = None, **states: str) -> RoutingTable:
+    return RoutingTable(
+        version,
+        tuple(RankRoute(endpoint(n), s) for n, s in states.items()),  # type: ignore[arg-type]
+        allocator,
+    )
+
+
+def view(version: int, age_s: float = 0.0, **tpot_s: float) -> LoadView:
+    return LoadView(version, tuple(RankLoad(n, 2, 0, 10, 20, t, age_s) for n, t in tpot_s.items()))
+
+
+def names(router: Router, now_s: float = 0.0) -> list[str]:
+    return [route.endpoint.name for route in router.candidates(now_s)]
+
+
+def test_ranks_take_turns_before_any_view():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready", c="ready"))
+    firsts = Counter()
+    for _ in range(30):
+        best = names(router)[0]
+        firsts[best] += 1
+        router.note_sent(best)
+    assert firsts == {"a": 10, "b": 10, "c": 10}
+
+
+def test_only_ready_ranks_are_candidates():
+    router = Router()
+    router.update_table(table(1, a="starting", b="ready", c="draining", d="dead"))
+    assert names(router) == ["b"]
+    router.update_table(table(2, a="starting"))
+    assert names(router) == [] and "a is starting" in router.why_unready()
+
+
+def test_lowest_predicted_time_comes_first():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready", c="ready"))
+    router.update_load(view(1, a=0.3, b=0.1, c=0.2), 0.0)
+    assert names(router) == names(router) == ["b", "c", "a"]
+
+
+def test_a_burst_between_two_views_spreads():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready"))
+    router.update_load(view(1, a=0.1, b=0.11), 0.0)
+    sent = Counter()
+    for _ in range(20):
+        best = names(router)[0]
+        router.note_sent(best)
+        sent[best] += 1
+    assert min(sent["a"], sent["b"]) >= 8
+    router.update_load(view(2, a=0.1, b=0.11), 0.0)
+    assert names(router)[0] == "a"
+
+
+def test_an_old_view_is_forgotten_and_ranks_take_turns_again():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready"))
+    router.update_load(view(1, a=0.1, b=9.0), 0.0)
+    late_s = MAX_VIEW_AGE_S + 1
+    assert {names(router, late_s)[0] for _ in range(4)} == {"a", "b"}
+
+
+def test_older_tables_and_views_are_ignored_until_the_allocator_restarts():
+    router = Router()
+    first, second = endpoint("allocator", "1", "allocator"), endpoint("allocator", "2", "allocator")
+    assert router.update_table(table(2, first, a="ready", b="ready"))
+    assert not router.update_table(table(1, first, a="dead", b="dead"))
+    assert router.update_load(view(7, a=0.2, b=0.1), 0.0)
+    assert not router.update_load(view(6, a=0.1, b=0.2), 0.0)
+    assert names(router)[0] == "b"
+    router.update_table(table(3, second, a="ready", b="ready"))
+    assert router.update_load(view(1, a=0.1, b=0.2), 0.0)
+    assert names(router)[0] == "a"
