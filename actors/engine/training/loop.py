@@ -111,8 +111,9 @@ class Trainer:
         gamma, width = model.config.block_size, model.config.hidden_size
         chance = options.loss.slots(gamma) * batch.valid
         kept = (torch.from_numpy(rng.random(chance.shape)) < chance).flatten().nonzero()[:, 0]
+        features = batch.features if options.bf16 else batch.features.float()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
-            hidden = model.backbone(batch.features, batch.anchors, batch.anchor_ids)
+            hidden = model.backbone(features, batch.anchors, batch.anchor_ids)
         hidden = hidden.view(-1, width)[kept]
         rows = model.markov_embedding(batch.previous.flatten()[kept])
         assert rows is not None and model.markov_head is not None

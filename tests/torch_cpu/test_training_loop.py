@@ -1,0 +1,226 @@
+"""The training loop on a tiny drafter: batches, exact resume, learning, held-out replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actors.engine.drafters.config import DSparkConfig
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.evaluate import Acceptance, Blocks, draft_blocks, evaluate, replay
+from actors.engine.training.loop import Trainer, TrainingOptions, plot_log
+from actors.engine.training.losses import LossWeights
+
+VOCAB, WIDTH, TAPS, GAMMA = 40, 16, 2, 4
+
+
+def shards(root: Path, num_records: int = 6) -> Path:
+    """Two shards of records whose text repeats a fixed cycle, so that there is something to learn."""
+    rng = torch.Generator().manual_seed(0)
+    root.mkdir()
+    table = torch.randn((VOCAB, TAPS, WIDTH), generator=rng)
+    for shard in range(2):
+        metas, parts = [], []
+        for i in range(num_records):
+            length, prompt = 20 + 3 * i, 4 + i
+            ids = (torch.arange(length) * 7 + i) % VOCAB
+            rows = length - 1
+            metas.append(
+                {
+                    "record_id": f"{shard}-{i}",
+                    "domain": ("code", "math")[i % 2],
+                    "temperature": 0.0,
+                    "prompt_len": prompt,
+                    "length": length,
+                }
+            )
+            parts.append(
+                {
+                    "ids": ids.int(),
+                    "taps": table[ids[:rows]].bfloat16(),
+                    "hidden": torch.randn((rows, WIDTH), generator=rng).bfloat16(),
+                    "lse": torch.full((rows,), 8.0),
+                }
+            )
+        tensors = {n: torch.cat([p[n] for p in parts]) for n in parts[0]}
+        save_file(tensors, root / f"shard-0-{shard:05d}.safetensors")
+        (root / f"shard-0-{shard:05d}.json").write_text(json.dumps(metas))
+    return root
+
+
+def tiny_model() -> DSparkModel:
+    config = DSparkConfig(
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_hidden_layers=1,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position_embeddings=128,
+        vocab_size=VOCAB,
+        draft_vocab_size=30,
+        block_size=GAMMA,
+        mask_token_id=0,
+        target_layer_ids=(0, 1),
+        markov_rank=4,
+        markov_head_type="vanilla",
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+        qk_norm=False,
+        tied_to_target=True,
+    )
+    torch.manual_seed(0)
+    return DSparkModel(
+        config, torch.randn(VOCAB, WIDTH), torch.randn(VOCAB, WIDTH), torch.arange(30)
+    )
+
+
+def options(steps: int, **changes: float) -> TrainingOptions:
+    return TrainingOptions(
+        max_steps=steps,
+        warmup_steps=5,
+        num_sequences=4,
+        num_anchors=6,
+        bf16=False,
+        loss=LossWeights(ce=1, tv=0, confidence=0.1),
+        **changes,
+    )
+
+
+def test_a_batch_holds_the_right_labels_and_rows(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    record = data.records[8]
+    parts = data.read(record)
+    where = np.array([record.prompt_len, record.length - 2])
+    batch = data.batch([(record, where)], GAMMA)
+    ids = parts["ids"]
+    for i, anchor in enumerate(where):
+        assert batch.anchor_ids[0, i] == ids[anchor]
+        for k in range(GAMMA):
+            valid = anchor + k + 1 < record.length
+            assert bool(batch.valid[0, i, k]) == valid
+            if valid:
+                assert batch.labels[0, i, k] == ids[anchor + k + 1]
+                assert batch.previous[0, i, k] == ids[anchor + k]
+                torch.testing.assert_close(
+                    batch.teacher_hidden[0, i, k], parts["hidden"][anchor + k]
+                )
+    rows = parts["taps"].flatten(1)
+    torch.testing.assert_close(batch.features[0], rows[: batch.features.shape[1]])
+
+
+def test_anchors_are_drawn_from_answers_only(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    for step in range(20):
+        for record, where in data.draw(np.random.default_rng(step), 4, 6):
+            assert where.min() >= record.prompt_len
+            assert where.max() <= record.length - 2
+            assert len(set(where.tolist())) == len(where)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    whole = Trainer(tiny_model(), data, options(8))
+    for _ in range(8):
+        whole.train_step()
+    first = Trainer(tiny_model(), data, options(8))
+    for _ in range(5):
+        first.train_step()
+    first.save(tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "checkpoint.pt")
+    second = Trainer(tiny_model(), OnPolicyDataset(tmp_path / "s", state["shards"]), options(8))
+    second.load(state)
+    for _ in range(3):
+        second.train_step()
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def test_training_learns_and_logs(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    trainer = Trainer(tiny_model(), data, options(60, learning_rate=2e-2))
+    trainer.run(tmp_path / "run")
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in log] == list(range(1, 61))
+    assert log[-1]["ce"] < log[0]["ce"] / 2
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_the_log_forgets_steps_that_will_be_repeated(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    out = tmp_path / "run"
+    trainer = Trainer(tiny_model(), data, options(4))
+    trainer.run(out)
+    state = torch.load(out / "checkpoint.pt")
+    with (out / "log.jsonl").open("a") as log:
+        log.write('{"step": 5}\n')
+    again = Trainer(tiny_model(), data, options(6))
+    again.load(state)
+    again.run(out)
+    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    schedule = options(100)
+    rates = [schedule.rate(s) for s in range(101)]
+    assert rates[0] < rates[4]
+    assert rates[5] == max(rates[5:])
+    assert rates[100] == pytest.approx(schedule.learning_rate * schedule.final_rate)
+
+
+def blocks(runs: list[int], gamma: int = 3) -> Blocks:
+    hits = np.array([[k < n for k in range(gamma)] for n in runs])
+    return Blocks(hits, np.ones_like(hits), np.zeros(hits.shape, np.float32))
+
+
+def test_replay_counts_rounds_as_greedy_decoding_makes_them() -> None:
+    tally = Acceptance()
+    # Anchors 0..5: accept 2 (+1 bonus) at 0, 0 (+1) at 3, then 2 of 2 left at 4 without a bonus.
+    replay(blocks([2, 0, 0, 0, 2, 0]), 3, tally)
+    assert (tally.committed, tally.rounds) == (6, 3)
+    assert tally.accepted_at == [2, 2, 0]
+
+
+def test_replay_with_fewer_draft_tokens_needs_more_rounds() -> None:
+    tally = Acceptance()
+    replay(blocks([3, 3, 3, 3, 3, 2, 1, 0]), 1, tally)
+    assert (tally.committed, tally.rounds) == (8, 4)
+
+
+def test_evaluation_drafts_as_the_module_says(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    model = tiny_model()
+    record = data.records[0]
+    result = draft_blocks(model, data, record, bf16=False)
+    parts = data.read(record)
+    anchor = record.prompt_len + 3
+    hidden = model.backbone(
+        parts["taps"].flatten(1)[None, :anchor].float(),
+        torch.tensor([[anchor]]),
+        parts["ids"][None, [anchor]],
+    )[0, 0]
+    previous = parts["ids"][anchor : anchor + 1]
+    for k in range(GAMMA):
+        previous = model.draft_ids[model.logits(hidden[k : k + 1], previous).argmax(-1)]
+        assert bool(result.hits[3, k]) == (int(previous) == int(parts["ids"][anchor + k + 1]))
+    domains, every = evaluate(model, data, (2, 4), bf16=False)
+    assert set(domains) == {"code", "math"}
+    assert len(every) == len(data.records)
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    entry = {"ce": 1.0, "tv": 1.0, "confidence": 0.5, "agree": [0.1] * GAMMA}
+    lines = [json.dumps({**entry, "step": s}) for s in range(1, 80)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    plot_log(tmp_path / "log.jsonl", tmp_path / "curve.png")
+    assert 0 < (tmp_path / "curve.png").stat().st_size < 200_000
