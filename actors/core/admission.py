@@ -116,7 +116,7 @@ class AdmissionDesk:
             if lease is not None:
                 self._num_arrivals += 1
                 return Request(message, lease, self._num_arrivals)
-            problem = "it holds no (live) reservation and no room is left: reserve again"
+            problem = "no reservation is held for it and no room is left: reserve again"
         elif lease is not None:
             lease.release()
         return problem

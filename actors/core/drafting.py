@@ -243,10 +243,8 @@ class DraftExchange:
         """The request is over: its drafter, if it has one, shall forget it (sent by `flush`)."""
         if request.drafter is None:
             return
-        state = self._drafters.get(request.drafter)
-        if state is not None:
-            state.num_requests -= 1
-            self._closing.setdefault(request.drafter, []).append(request.request_id)
+        self._drafters[request.drafter].num_requests -= 1
+        self._closing.setdefault(request.drafter, []).append(request.request_id)
         request.drafter = None
 
     def flush(self) -> list[tuple[Endpoint, Message]]:

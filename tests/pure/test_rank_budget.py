@@ -5,9 +5,13 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from actors.core.messages import AnticipatingBudgetError, VerifyBudget
+from actors.core.capacity import LocalPolicy, PolicyName
+from actors.core.messages import AnticipatingBudgetError, RankProfile, VerifyBudget
 from actors.core.prefix_scheduler import allocate
+from actors.core.sps import CostCurve
 from actors.core.verify_decision import BudgetShelf, StepFacts, VerifyChoice, VerifyDecider
 from tests.pure.rank_harness import RANK, Session, VerifyAll, admitted, make_rank, oracle
 
@@ -184,3 +188,48 @@ def test_decisions_of_the_last_rounds_are_kept() -> None:
     assert len(decisions) == min(64, session.rank.counters.num_steps)
     assert decisions[-1].request_ids == ("a",)
     assert decisions[-1].cut_by(0) in {"none", "length", "fallback"}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    name=st.sampled_from(["none", "static_length", "static_threshold", "algorithm1", "lagged"]),
+    seed=st.integers(0, 2**32),
+    room=st.integers(0, 14),
+    with_budget=st.booleans(),
+)
+def test_no_slot_is_judged_by_draft_tokens_from_itself_on(
+    name: PolicyName, seed: int, room: int, with_budget: bool
+) -> None:
+    """C3: whether (r, k) is verified stays the same whatever x_{r,>=k} is, that is, whatever a_{r,>k} is."""
+    rng = np.random.default_rng(seed)
+    count, gamma = 3, 4
+    curve = CostCurve.of(
+        RankProfile(
+            RANK,
+            "",
+            np.array([1, 4, 8, 16], np.int32),
+            np.array([1, 4, 8, 16], np.int32),
+            np.sort(rng.uniform(1, 3, 4)),
+            np.zeros(4),
+            gamma,
+        )
+    )
+    old = np.cumprod(rng.uniform(0, 1, (count, gamma)), axis=1).astype(np.float32)
+    now = np.cumprod(rng.uniform(0, 1, (count, gamma)), axis=1).astype(np.float32)
+    row, position = int(rng.integers(count)), int(rng.integers(1, gamma + 1))
+    other = now.copy()
+    later = np.cumprod(rng.uniform(0, 1, gamma - position))
+    other[row, position:] = now[row, position - 1] * later
+
+    def verified(survivals: np.ndarray) -> bool:
+        policy = LocalPolicy(name, static_length=3, static_threshold=0.3)
+        policy.times.measured(curve)
+        decider = VerifyDecider(RANK.name, RANK.epoch, policy, allocate)
+        if with_budget:
+            decider.budgets.offer(budget(0, 2, tokens=5, min_survival=0.2), 2)
+        caps, has = np.full(count, gamma, np.int32), np.ones(count, np.bool_)
+        for step, current in enumerate((old, old, survivals), start=2):
+            decision = decider.decide(step, tuple("abc"), current, caps, has, room, 0, 0)
+        return int(decision.verify_len[row]) >= position
+
+    assert verified(now) == verified(other)

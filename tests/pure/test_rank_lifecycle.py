@@ -6,6 +6,7 @@ import pytest
 from actors.core.messages import AbortRequest, CloseDraft, ReservationReply, TokenDeltas
 from actors.core.rank import Rank
 from tests.pure.rank_harness import (
+    DRAFTER,
     INGRESS,
     Session,
     admitted,
@@ -100,14 +101,36 @@ def test_a_draining_rank_grants_nothing_and_finishes_what_it_has() -> None:
         ([1] * 200, "at most"),
     ],
 )
-def test_a_request_that_cannot_run_is_answered_not_dropped(prompt: list[int], reason: str) -> None:
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_request_that_cannot_run_is_answered_not_dropped(
+    prompt: list[int], reason: str, reserved: bool
+) -> None:
     session = Session(make_rank())
-    session.rank.on_message(reserve("a", 5, 6), 0.0)
+    if reserved:
+        session.rank.on_message(reserve("a", 5, 6), 0.0)
     session.submit(admitted("a", prompt, 6))
     last = session.streams["a"].last
     assert last is not None and last.finish_reason == "error"
     assert reason in last.error
     assert session.rank.check_idle() == []
+
+
+def test_an_unreserved_request_on_a_full_rank_is_told_to_reserve() -> None:
+    session = Session(make_rank(num_blocks=8, block_size=4))
+    session.rank.on_message(reserve("other", 16, 16), 0.0)
+    session.submit(admitted("a", PROMPT, 6))
+    last = session.streams["a"].last
+    assert last is not None and (last.finish_reason, last.first_index) == ("error", 0)
+    assert "reserve again" in last.error
+
+
+def test_what_has_ended_is_forgotten_at_last() -> None:
+    rank = make_rank()
+    for i in range(9000):
+        rank.on_message(AbortRequest(f"r{i}", 0), 0.0)
+    assert len(rank.book.desk._ended) == 8192
+    assert not rank.book.desk.is_known("r0", 0)
+    assert rank.book.desk.is_known("r8999", 0)
 
 
 def test_a_repeated_admission_changes_nothing() -> None:
@@ -254,7 +277,11 @@ def test_the_integrity_check_names_what_is_left_behind() -> None:
     assert lease is not None
     rank.book.table.wants_draft[0] = True
     rank.book.table._free.pop()
+    rank.book.prefilling = [None]  # type: ignore[list-item]
+    rank.set_drafters([DRAFTER])
+    rank.book.drafts.drafters[DRAFTER.name].num_requests = 2
     problems = rank.check_idle()
-    assert len(problems) == 3
-    assert "1 leases are open" in problems[0]
+    assert [problem.split()[0] for problem in problems] == ["1", "1", "0", "a", "2"]
+    assert "leases are open" in problems[0]
+    assert "bound to drafter-0" in problems[4]
     assert np.array_equal(lease.blocks, [0])
