@@ -65,10 +65,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
 
 
 class ScriptedRank:
-    """Answers like a target rank, from a script: token i of every stream is `script[i]`.
-
-    Knobs may be turned while it runs; everything received is kept for the test to look at.
-    """
+    """Answers like a target rank: token i of every stream is `script[i]`. Knobs may be turned while it runs."""
 
     def __init__(self, hub: LocalHub, name: str, script: list[int]) -> None:
         self.name = name
@@ -82,6 +79,7 @@ class ScriptedRank:
         self.tokens_a_step = 3
         self.step_s = 0.0
         self.num_tokens_before_pause: int | None = None
+        self.lost_indices: set[int] = set()  # a delta that starts there is lost, once
         self.reserves: list[Reserve] = []
         self.admitted: list[AdmittedRequest] = []
         self.aborted: list[AbortRequest] = []
@@ -159,8 +157,11 @@ class ScriptedRank:
                 num_scheduled=4 * rounds,
                 num_accepted=2 * rounds,
             )
-            deltas.setdefault(request.reply_to.uri, []).append(delta)
-            replies[request.reply_to.uri] = request
+            if index in self.lost_indices:
+                self.lost_indices.remove(index)
+            else:
+                deltas.setdefault(request.reply_to.uri, []).append(delta)
+                replies[request.reply_to.uri] = request
             self._running[request_id] = (request, end, rounds)
             if finish is not None:
                 del self._running[request_id]

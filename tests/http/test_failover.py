@@ -35,15 +35,18 @@ async def test_repeated_and_overlapping_deltas_change_nothing(launch):
 async def test_a_lost_delta_is_replayed_without_a_gap(launch):
     async with launch() as server:
         rank = server.ranks[0]
-        rank.num_tokens_before_pause = 6
-        reading = asyncio.create_task(Reader().read(server))
-        await server.until(lambda: rank._running and next(iter(rank._running.values()))[1] == 6)
-        request, _, rounds = rank._running[rank.admitted[0].request_id]
-        rank._running[request.request_id] = (request, 9, rounds)  # tokens 6..8 never arrive
-        rank.num_tokens_before_pause = None
-        assert (await reading).is_whole
+        rank.lost_indices = {6}
+        assert (await Reader().read(server)).is_whole
+        assert not rank.lost_indices
         assert rank.admitted[1].generation == 1 and rank.admitted[1].num_prior_tokens == 6
         assert rank.aborted[0].generation == 0
+
+
+async def test_a_lost_last_delta_is_noticed_by_its_silence(launch):
+    async with launch(stall_timeout_s=0.3) as server:
+        rank = server.ranks[0]
+        rank.lost_indices = {len(rank.script) // 3 * 3}
+        assert (await Reader().read(server)).is_whole
 
 
 async def test_a_lost_admission_is_sent_again(launch, monkeypatch):
