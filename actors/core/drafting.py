@@ -147,8 +147,12 @@ class DraftExchange:
         self.dropped["stale"] += len(batch.request_ids) - len(rows)
         if len(rows):
             state.misses = 0
-            state.observe(max(0.0, now - float(table.asked_at[slots[rows]].min())))
-            table.store_drafts(batch, rows, slots[rows])
+            answered = slots[rows]
+            state.observe(max(0.0, now - float(table.asked_at[answered].min())))
+            table.store_drafts(batch, rows, answered)
+            # A drafter answers in order: what was asked before this and is not here will hardly come.
+            overtaken = table.asked_at <= table.asked_at[answered].max()
+            table.is_due[overtaken & (table.drafter_index == state.index)] = False
 
     def _well_formed(self, batch: ProposalBatch) -> bool:
         count, gamma = len(batch.request_ids), self._table.gamma
@@ -167,7 +171,7 @@ class DraftExchange:
         table = self._table
         pending = np.zeros(len(slots), np.bool_)
         expected_at, deadline = now, np.inf
-        wanted = table.wants_draft[slots]
+        wanted = table.wants_draft[slots] & table.is_due[slots]
         if not wanted.any():
             return Outlook(pending, expected_at, deadline)
         for state in self._drafters.values():
@@ -235,7 +239,7 @@ class DraftExchange:
     def _ask(self, slots: Slots, now: float) -> Mask:
         """Note who is asked for a block: everyone past the prompt (who can use no draft is not told of commits)."""
         wants = self._table.is_running[slots]
-        self._table.wants_draft[slots] = wants
+        self._table.wants_draft[slots] = self._table.is_due[slots] = wants
         self._table.asked_at[slots] = now
         return wants
 

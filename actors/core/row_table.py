@@ -46,6 +46,7 @@ class RowTable:
         self.wants_draft: Mask = np.zeros(
             num_slots, np.bool_
         )  # a block was asked for, none is here
+        self.is_due: Mask = np.zeros(num_slots, np.bool_)  # and it is still worth waiting for
         self.asked_at = np.zeros(num_slots, np.float64)  # seconds
         self.drafter_index = np.full(num_slots, -1, np.int64)
         # --- the draft it has ---

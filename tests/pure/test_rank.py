@@ -12,17 +12,8 @@ from actors.core.messages import (
     TokenDeltas,
 )
 from actors.core.rank import UnexpectedMessageError
-from tests.pure.rank_harness import (
-    ALLOCATOR,
-    INGRESS,
-    Session,
-    admitted,
-    endpoint,
-    make_rank,
-    oracle,
-    reserve,
-    true_token,
-)
+from tests.pure.rank_harness import Session, admitted, make_rank, reserve
+from tests.pure.scripted_drafter import ALLOCATOR, INGRESS, endpoint, oracle, true_token
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -13,7 +13,8 @@ from actors.core.messages import AnticipatingBudgetError, RankProfile, VerifyBud
 from actors.core.prefix_scheduler import allocate
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import BudgetShelf, StepFacts, VerifyChoice, VerifyDecider
-from tests.pure.rank_harness import RANK, Session, VerifyAll, admitted, make_rank, oracle
+from tests.pure.rank_harness import Session, VerifyAll, admitted, make_rank
+from tests.pure.scripted_drafter import RANK, oracle
 
 PROMPT = [3, 1, 4, 1, 5]
 

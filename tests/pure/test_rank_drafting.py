@@ -1,55 +1,24 @@
-"""Proposals: matched, dropped, waited for within bounds; drafters that die, restart and share the work."""
+"""Proposals: matched, or dropped and counted; drafters that die, restart and share the work."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from actors.core.drafting import DrafterState
-from actors.core.messages import CommitBatch, Endpoint, ProposalBatch
+from actors.core.messages import CommitBatch
 from tests.pure.rank_harness import (
-    DRAFTER,
-    ScriptedDrafter,
     Session,
     admitted,
-    endpoint,
     make_rank,
-    oracle,
+    prefilled,
+    proposal_for,
+    two_requests_two_drafters,
 )
+from tests.pure.scripted_drafter import DRAFTER, endpoint, oracle
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def prefilled(**overrides: object) -> tuple[Session, CommitBatch]:
-    """A session whose request "a" waits for its first block, and the commit that asked for it."""
-    session = Session(make_rank(**overrides), error=0.0)
-    session.submit(admitted("a", PROMPT, 30))
-    session.step(drafts=False)
-    (commit,) = [m for _, m in session.sent if isinstance(m, CommitBatch)]
-    return session, commit
-
-
-def proposal_for(session: Session, commit: CommitBatch) -> ProposalBatch:
-    drafter = ScriptedDrafter(DRAFTER, session.rank.limits.gamma, 0.0, session.drafter.rng)
-    batch = drafter.advance(commit)
-    assert batch is not None
-    return batch
-
-
-def test_the_rank_waits_for_a_block_until_its_deadline_and_then_runs_plainly() -> None:
-    session, _ = prefilled(max_wait_s=0.25)
-    rank, asked_at = session.rank, session.now
-    assert rank.plan_step(asked_at) is None
-    assert rank.waiting_for_proposals
-    assert rank.deadline == pytest.approx(asked_at + 0.25)
-    assert rank.plan_step(asked_at + 0.249) is None
-    plan = rank.plan_step(asked_at + 0.25)
-    assert plan is not None and plan.verify_len.tolist() == [0]
-    assert not rank.waiting_for_proposals
-    assert rank.counters.num_late == 1
-    rank.apply(plan, session.target.step(plan), asked_at + 0.3, 0.05)
-    assert rank.report is not None
-    assert rank.report.draft_wait_s == pytest.approx(0.25)
+ROWS = ("generations", "committed_lens", "draft_token_ids", "confidences", "q_ids", "q_probs")
 
 
 def test_a_block_in_time_is_verified() -> None:
@@ -59,73 +28,6 @@ def test_a_block_in_time_is_verified() -> None:
     assert plan is not None and plan.verify_len.tolist() == [3]
     assert plan.draft is not None
     assert plan.draft.q_ids[0, :, 0].tolist() == plan.token_ids[1:].tolist()
-
-
-def test_after_a_miss_the_rank_does_not_wait_again_until_it_hears_of_the_drafter() -> None:
-    session, commit = prefilled(max_wait_s=0.25)
-    rank = session.rank
-    session.now += 0.25
-    late = proposal_for(session, commit)
-    for _ in range(5):
-        assert session.step(drafts=False) is not None, "no second wait"
-    rank.on_message(late, session.now)  # for an old length, but a sign of life
-    assert rank.book.drafts.dropped["stale"] == 1
-    assert rank.plan_step(session.now) is None
-    assert rank.waiting_for_proposals
-
-
-def test_waiting_for_a_drafter_that_is_always_late_gets_rare() -> None:
-    session, _ = prefilled(max_wait_s=0.25)
-    session.submit(admitted("b", PROMPT, 100))
-    waits, steps, commit = 0, 0, None
-    while steps < 80 and not session.rank.is_idle:
-        if session.rank.plan_step(session.now) is not None:
-            assert session.rank._in_flight is not None
-            plan = session.rank._in_flight.plan
-            steps += 1
-            out = session.rank.apply(plan, session.target.step(plan), session.now + 0.01, 0.01)
-            session.now += 0.01
-            late = commit
-            commit = next((m for _, m in out if isinstance(m, CommitBatch)), None)
-            if late is not None:  # always one step behind
-                empty = proposal_of_nothing(session, late)
-                session.rank.on_message(empty, session.now)
-        else:
-            waits += 1
-            assert session.rank.deadline is not None
-            session.now = session.rank.deadline
-    assert steps > 50
-    assert waits <= 8, f"{waits} full waits in {steps} steps"
-
-
-def proposal_of_nothing(session: Session, commit: CommitBatch) -> ProposalBatch:
-    gamma, count = session.rank.limits.gamma, len(commit.request_ids)
-    return ProposalBatch(
-        DRAFTER.name,
-        commit.request_ids,
-        commit.generations,
-        commit.committed_lens,
-        np.zeros((count, gamma), np.int32),
-        np.full((count, gamma), 0.5, np.float32),
-        np.zeros((count, gamma, 1), np.int32),
-        np.ones((count, gamma, 1), np.float32),
-        0.0,
-    )
-
-
-def test_the_backoff_doubles_and_a_usable_block_ends_it() -> None:
-    state = DrafterState(DRAFTER, 0)
-    allowed = []
-    for _ in range(9):
-        state.miss(100, 0.25)
-        assert not state.may_wait(10**9), "silent since its miss"
-        state.heard = True
-        allowed.append(state.retry_step - 100)
-        assert not state.may_wait(state.retry_step - 1)
-        assert state.may_wait(state.retry_step)
-    assert allowed == [0, 1, 3, 7, 15, 31, 63, 64, 64]
-    state.misses = 0
-    assert state.may_wait(0)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +64,7 @@ def test_repeated_proposals_count_once() -> None:
     twice = replace(
         good,
         request_ids=good.request_ids * 2,
-        **{
-            name: np.concatenate((getattr(good, name), getattr(good, name)))
-            for name in (
-                "generations",
-                "committed_lens",
-                "draft_token_ids",
-                "confidences",
-                "q_ids",
-                "q_probs",
-            )
-        },
+        **{name: np.concatenate((getattr(good, name), getattr(good, name))) for name in ROWS},
     )
     session.rank.on_message(twice, session.now)
     session.rank.on_message(good, session.now)
@@ -190,6 +82,26 @@ def test_a_proposal_that_arrives_during_the_plain_step_does_not_survive_it() -> 
     assert not session.rank.book.table.has_draft.any()
     session.run()
     assert session.streams["a"].tokens == oracle(PROMPT, 30)[0]
+
+
+def test_a_block_its_drafter_passed_over_is_not_waited_for_but_still_taken() -> None:
+    session = Session(make_rank(), error=0.0)
+    for name in "ab":
+        session.submit(admitted(name, PROMPT, 30))
+    session.step(drafts=False)
+    (commit,) = [m for _, m in session.sent if isinstance(m, CommitBatch)]
+    both = proposal_for(session, commit)
+    first, second = (
+        replace(both, request_ids=(name,), **{f: getattr(both, f)[i : i + 1] for f in ROWS})
+        for i, name in enumerate("ab")
+    )
+    session.rank.on_message(first, session.now)
+    ahead = copy.deepcopy(session.rank)
+    plan = ahead.plan_step(session.now)
+    assert plan is not None and plan.verify_len.tolist() == [3, 0]
+    session.rank.on_message(second, session.now)
+    plan = session.rank.plan_step(session.now)
+    assert plan is not None and plan.verify_len.tolist() == [3, 3]
 
 
 def test_a_draft_is_verified_once_and_never_again() -> None:
@@ -215,13 +127,6 @@ def test_a_wider_support_is_kept_whole() -> None:
     assert plan is not None and plan.draft is not None
     assert plan.draft.q_ids.tolist() == wide.q_ids.tolist()
     assert plan.draft.q_probs.tolist() == wide.q_probs.tolist()
-
-
-def two_requests_two_drafters(**overrides: object) -> tuple[Session, Endpoint]:
-    session = Session(make_rank(**overrides), error=0.0)
-    other = endpoint("drafter-1", "drafter")
-    session.rank.set_drafters([DRAFTER, other])
-    return session, other
 
 
 def test_requests_are_spread_over_drafters_and_stay_where_they_are() -> None:
@@ -272,69 +177,3 @@ def test_the_same_drafters_again_void_nothing() -> None:
     session.rank.on_message(proposal_for(session, commit), session.now)
     plan = session.rank.plan_step(session.now)
     assert plan is not None and plan.verify_len.tolist() == [3]
-
-
-def test_ready_rounds_do_not_stand_still_for_a_much_slower_drafter() -> None:
-    session, other = two_requests_two_drafters(max_wait_s=0.25)
-    rank = session.rank
-    drafters = {d.name: ScriptedDrafter(d, 3, 0.0, session.drafter.rng) for d in (DRAFTER, other)}
-    for name in "ab":
-        session.rank.on_message(admitted(name, PROMPT, 60), 0.0)
-    mail: list[tuple[float, ProposalBatch]] = []
-    now, rounds = 0.0, {"a": 0, "b": 0}
-    while now < 3.0:
-        for _, batch in [m for m in mail if m[0] <= now]:
-            rank.on_message(batch, now)
-        mail = [m for m in mail if m[0] > now]
-        plan = rank.plan_step(now)
-        if plan is None:
-            if rank.is_idle:
-                break
-            assert rank.deadline is not None
-            now = min([rank.deadline, *(at for at, _ in mail)])
-            continue
-        for name in plan.request_ids:
-            rounds[name] += 1
-        now += 0.02
-        for to, message in rank.apply(plan, session.target.step(plan), now, 0.02):
-            if isinstance(message, CommitBatch):
-                batch = drafters[to.name].advance(message)
-                if batch is not None:
-                    mail.append((now + (0.005 if to.name == "drafter-0" else 0.2), batch))
-        if "a" not in rank.book.live or "b" not in rank.book.live:
-            break
-    fast, slow = max(rounds.values()), min(rounds.values())
-    assert fast >= 3 * slow, rounds
-
-
-def test_the_batch_stays_together_for_a_block_that_is_almost_there() -> None:
-    session, _ = two_requests_two_drafters()
-    rank = session.rank
-    rank.step_time_s = 0.02
-    for name in "ab":
-        session.rank.on_message(admitted(name, PROMPT, 60), 0.0)
-    plan = rank.plan_step(0.0)
-    assert plan is not None
-    out = rank.apply(plan, session.target.step(plan), 0.0, 0.02)
-    batches = {
-        to.name: ScriptedDrafter(to, 3, 0.0, session.drafter.rng).advance(m)
-        for to, m in out
-        if isinstance(m, CommitBatch)
-    }
-    for state in rank.book.drafts.drafters.values():
-        state.turnaround_s = 0.01
-    assert batches["drafter-0"] is not None and batches["drafter-1"] is not None
-    rank.on_message(batches["drafter-0"], 0.008)
-    assert rank.plan_step(0.008) is None, "the other one is due in 2 ms"
-    rank.on_message(batches["drafter-1"], 0.011)
-    plan = rank.plan_step(0.011)
-    assert plan is not None and plan.num_requests == 2
-
-
-def test_prefill_goes_on_while_blocks_are_far_away() -> None:
-    session, _ = prefilled(max_batch_tokens=8)
-    session.rank.on_message(admitted("long", list(range(30)), 5), session.now)
-    plan = session.rank.plan_step(session.now)
-    assert plan is not None
-    assert plan.request_ids == ("long",), "drafting may take up to its deadline"
-    assert plan.batch_tokens == 8

@@ -24,19 +24,8 @@ from actors.core.messages import (
     VerifyBudget,
 )
 from actors.core.rank import Outgoing
-from tests.pure.rank_harness import (
-    ALLOCATOR,
-    INGRESS,
-    RANK,
-    ScriptedDrafter,
-    ScriptedTarget,
-    Stream,
-    admitted,
-    endpoint,
-    make_rank,
-    oracle,
-    reserve,
-)
+from tests.pure.rank_harness import ScriptedTarget, Stream, admitted, make_rank, reserve
+from tests.pure.scripted_drafter import ALLOCATOR, INGRESS, RANK, ScriptedDrafter, endpoint, oracle
 
 
 class World:

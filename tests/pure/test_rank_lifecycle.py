@@ -5,16 +5,8 @@ import pytest
 
 from actors.core.messages import AbortRequest, CloseDraft, ReservationReply, TokenDeltas
 from actors.core.rank import Rank
-from tests.pure.rank_harness import (
-    DRAFTER,
-    INGRESS,
-    Session,
-    admitted,
-    endpoint,
-    make_rank,
-    oracle,
-    reserve,
-)
+from tests.pure.rank_harness import Session, admitted, make_rank, reserve
+from tests.pure.scripted_drafter import DRAFTER, INGRESS, endpoint, oracle
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = [(3 * i) % 50 for i in range(20)]

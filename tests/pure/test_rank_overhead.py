@@ -7,7 +7,8 @@ import numpy as np
 
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import CommitBatch, Endpoint, Message, ProposalBatch
-from tests.pure.rank_harness import ALLOCATOR, DRAFTER, admitted, make_rank
+from tests.pure.rank_harness import admitted, make_rank
+from tests.pure.scripted_drafter import ALLOCATOR, DRAFTER
 
 GAMMA, TOP_K = 5, 64
 LIMIT_S = 0.002  # a generous multiple of what it takes: this machine may be busy
