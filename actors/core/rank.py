@@ -203,9 +203,10 @@ class Rank:
         self.decisions.append(flight.decision)
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
-        out = self._deltas(commit.deltas)
-        out += book.drafts.commit_batches(plan, result.features, flight.rows, commit.num_kept, now)
+        # Drafters first: the next step may have to wait for them.
+        out = book.drafts.commit_batches(plan, result.features, flight.rows, commit.num_kept, now)
         out += book.drafts.flush()
+        out += self._deltas(commit.deltas)
         self.report = step_report(self.endpoint, book, flight, commit, step_time_s)
         if self.allocator is not None:
             out.append((self.allocator, self.report))
