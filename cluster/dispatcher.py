@@ -26,14 +26,14 @@ from actors.core.messages import (
     TokenDeltas,
 )
 from actors.link import Link
-from cluster.live_stream import LiveStream, NoReadyRankError, OverloadedError, StreamLimits
+from cluster.live_stream import LiveStream, NoReadyRankError, StreamLimits, refused
 from cluster.router import Router
 from cluster.streams import StreamOrder
 from cluster.telemetry import DispatchCounters
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 0.5
 HOUSEKEEPING_S = 0.2
 HEARTBEAT_S = 1.0
 
@@ -113,10 +113,10 @@ class Dispatcher:
     def _poll_link(self) -> None:
         assert self._loop is not None
         while not self._stopping.is_set():
-            messages = self.link.poll(POLL_S)
-            if messages:
+            messages, lost = self.link.poll(POLL_S), self.link.lost()
+            if messages or lost:
                 with suppress(RuntimeError):  # the loop has just been closed
-                    self._loop.call_soon_threadsafe(self.receive, messages)
+                    self._loop.call_soon_threadsafe(self.receive, messages, lost)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
         while True:
@@ -174,10 +174,7 @@ class Dispatcher:
                 f"none of {len(candidates)} ranks answered within {self.limits.reservation_timeout_s:g} s"
             )
         self.counters.num_refused += 1
-        raise OverloadedError(
-            "every rank refused: " + ", ".join(f"{r.rank}: {r.reason}" for r in refusals),
-            min(r.retry_after_s for r in refusals),
-        )
+        raise refused(refusals)
 
     def forget(self, stream: LiveStream) -> None:
         """The stream is over."""
@@ -216,12 +213,16 @@ class Dispatcher:
         finally:
             del self._pending[key]
             if not answered:
-                self.abort(to, stream.request_id, journal.generation + 1)
+                # With the generation that is over: the next one may still be placed on this very rank.
+                self.abort(to, stream.request_id, journal.generation)
 
     # --- what arrives -----------------------------------------------------------------------------------------------
 
-    def receive(self, messages: list[Message]) -> None:
-        """Sort what the link brought, on the loop."""
+    def receive(self, messages: list[Message], lost: list[Endpoint]) -> None:
+        """Sort what the link brought, on the loop; `lost` peers take no messages any more."""
+        for stream in list(self._streams.values()) if lost else ():
+            stream.unreachable(lost)
+        self._give_up_on(lambda rank: rank in lost)
         loop = asyncio.get_running_loop()
         for message in messages:
             match message:
@@ -278,8 +279,12 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         for stream in list(self._streams.values()):
             stream.check(now_s)
+        self._give_up_on(lambda rank: bool(self.rank_is_gone(rank)))
+
+    def _give_up_on(self, is_lost: Callable[[Endpoint], bool]) -> None:
+        """Nobody waits for the answer of a rank that cannot give one."""
         for pending in self._pending.values():
-            if self.rank_is_gone(pending.rank) and not pending.answer.done():
+            if not pending.answer.done() and is_lost(pending.rank):
                 pending.answer.set_result(None)
 
     def rank_is_gone(self, endpoint: Endpoint) -> str:

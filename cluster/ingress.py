@@ -20,7 +20,7 @@ from cluster.answers import Answer, merged_pieces, open_answers
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.intake import Intake, Job
-from cluster.live_stream import NoReadyRankError, OverloadedError, StreamError
+from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
 from cluster.openai_api import (
     ApiError,
     ChatRequest,
@@ -94,6 +94,8 @@ class Front:
             raise ApiError(
                 429, str(error), code="overloaded", retry_after_s=retry_after_s
             ) from error
+        except NeverFitsError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
         except NoReadyRankError as error:
             raise ApiError(503, str(error), code="not_ready", retry_after_s=1) from error
         if parsed.stream:

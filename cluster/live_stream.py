@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
+from actors.core.messages import (
+    AdmittedRequest,
+    Endpoint,
+    FinishReason,
+    ReservationReply,
+    TokenDelta,
+)
 from actors.link import Link
 from cluster.streams import JournalConflict, StreamJournal, StreamOrder
 
@@ -33,6 +39,19 @@ class OverloadedError(PlacementError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NeverFitsError(PlacementError):
+    """No rank could hold the request even when idle: HTTP 400."""
+
+
+def refused(refusals: Sequence[ReservationReply]) -> PlacementError:
+    """What it means that every rank refused. A refusal without a time to try again is final."""
+    reasons = ", ".join(f"{reply.rank}: {reply.reason}" for reply in refusals)
+    waits_s = [reply.retry_after_s for reply in refusals if reply.retry_after_s > 0]
+    if not waits_s:
+        return NeverFitsError(f"no rank can hold this request: {reasons}")
+    return OverloadedError(f"every rank refused: {reasons}", min(waits_s))
 
 
 class StreamError(Exception):
@@ -117,6 +136,11 @@ class LiveStream:
             self.fail("the request took longer than it may", code="request_timeout")
         elif self.rank is not None and not self._lost:
             self._check_rank(self.rank, now_s)
+
+    def unreachable(self, peers: Sequence[Endpoint]) -> None:
+        """The link cannot reach these any more: what they still say is late, what they have not said is lost."""
+        if self.rank in peers and not self._rank_is_done:
+            self._lose(f"rank {self._rank_name} is unreachable")
 
     def fail(self, message: str, code: str = "stream_failed") -> None:
         """End the stream with an error."""

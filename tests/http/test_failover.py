@@ -93,6 +93,22 @@ async def test_a_stream_goes_on_elsewhere_when_its_rank_dies(launch, state):
         assert reader.usage["dspark"]["num_rounds"] == 7 + -(-(len(first.script) - 20) // 3)
 
 
+async def test_a_stream_leaves_a_rank_that_the_link_cannot_reach_before_the_supervisor_knows(
+    launch,
+):
+    async with launch(num_ranks=2) as server:
+        for rank in server.ranks:
+            rank.num_tokens_before_pause = 20
+        reading = asyncio.create_task(Reader().read(server))
+        await server.until(lambda: any(r.admitted for r in server.ranks))
+        first, second = sorted(server.ranks, key=lambda r: not r.admitted)
+        await server.until(lambda: next(iter(first._running.values()))[1] == 20)
+        second.num_tokens_before_pause = None
+        first.kill()
+        server.dispatcher.receive([], [first.endpoint])
+        assert (await asyncio.wait_for(reading, 5)).is_whole
+
+
 async def test_a_stream_goes_on_when_its_only_rank_restarts(launch):
     async with launch() as server:
         old = server.ranks[0]

@@ -35,6 +35,14 @@ async def test_all_ranks_full_is_429_with_retry_after_before_anything_is_allocat
         assert (await server.client.post(CHAT_PATH, json=CHAT)).status_code == 200
 
 
+async def test_what_no_rank_can_ever_hold_is_not_worth_a_retry(launch):
+    async with launch() as server:
+        server.ranks[0].grant, server.ranks[0].retry_after_s = False, 0.0
+        answer = await server.client.post(CHAT_PATH, json=CHAT)
+        assert answer.status_code == 400 and "retry-after" not in answer.headers
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_several_prompts_are_placed_all_or_none(launch):
     async with launch() as server:
         rank = server.ranks[0]
