@@ -75,7 +75,7 @@ def fit(
     """
     _check(logits, accepted_len)
     num_rounds, gamma = logits.shape
-    raw = Temperatures.identity(gamma).apply(logits).astype(np.float64).cumprod(axis=1)
+    raw = _sigmoid(logits.astype(np.float64)).cumprod(axis=1)
     labels = accepted_len[:, None] > np.arange(gamma)
     chosen, survival = np.ones(gamma), np.ones(num_rounds)
     before, after = np.zeros(gamma), np.zeros(gamma)
