@@ -218,13 +218,13 @@ class Lagged:
     min_predicted_gain: float = 0.0
 
     def choose(self, facts: StepFacts) -> VerifyChoice:
+        if facts.lagged_step < 0:
+            return VerifyChoice(facts.survivals.size, COLD_PRICE, "cold")
         if facts.lagged_step > facts.step - LAG_STEPS:
             raise AnticipatingBudgetError(
                 f"lagged_step={facts.lagged_step} used in step {facts.step}: a budget may only use survivals at "
                 "least two steps old; keep them until then"
             )
-        if facts.lagged_step < 0:
-            return VerifyChoice(facts.survivals.size, COLD_PRICE, "cold")
         budget = lagged_budget(
             facts.lagged_survivals, self.times, facts.num_prefill_tokens, self.min_predicted_gain
         )
