@@ -30,7 +30,7 @@ from actors.engine.weights import embedding_tables, read_config
 
 TAPS = (2, 10, 18, 24, 28)
 NUM_LAYERS = 2
-BLOCK_SIZE = 7
+BLOCK_SIZE = 5
 DRAFT_VOCAB_SIZE = 8192
 MARKOV_RANK = 128
 MASK_TOKEN_ID = 16  # <empty_output>: reserved, never part of a chat

@@ -96,7 +96,7 @@ def replay(blocks: Blocks, gamma: int, into: Acceptance) -> None:
 def evaluate(
     model: DSparkModel,
     data: OnPolicyDataset,
-    gammas: tuple[int, ...] = (5, 7),
+    gammas: tuple[int, ...] = (3, 5),
     *,
     per_domain: int | None = None,
     bf16: bool = True,
