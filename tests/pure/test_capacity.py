@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.core.capacity import Allocator, LocalPolicy, RankView, solve_each
+from actors.core.capacity import Allocator, RankView, solve_each
 from actors.core.messages import Endpoint, RankProfile, StepReport
-from actors.core.prefix_scheduler import Budget, allocate, search
+from actors.core.prefix_scheduler import Budget, search
 from actors.core.sps import CostCurve, CurveError, CurveIdentityError
-from actors.core.verify_decision import VerifyDecider
 
 GAMMA = 4
 
@@ -262,43 +261,3 @@ def test_a_forgotten_rank_leaves_the_view_and_its_messages_are_dropped() -> None
     allocator.forget("rank-0")
     assert allocator.load_view(0.0).ranks == ()
     assert not allocator.fold(report(9), 0.0)
-
-
-# --- the rank's own policy -------------------------------------------------------------------------------------------
-
-
-def test_a_rank_without_the_allocator_decides_the_same_budget_by_itself() -> None:
-    policy = LocalPolicy("lagged")
-    policy.times.measured(CostCurve.of(profile()))
-    decider = VerifyDecider("rank-0", "a", policy, allocate)
-    survival = report(0).survivals
-    caps = np.full(3, GAMMA, np.int32)
-    rules = []
-    for step in range(4):
-        decision = decider.decide(step, ("x", "y", "z"), survival, caps, caps > 0, 99, 0, 0)
-        rules.append(decision.choice.rule)
-    assert rules == ["cold", "cold", "local_lagged", "local_lagged"]
-    expected = search(survival, CostCurve.of(profile()))
-    assert decision.choice.max_draft_tokens == expected.max_draft_tokens
-    assert decision.choice.min_survival == expected.min_survival
-
-
-@pytest.mark.parametrize(
-    ("policy", "lens"),
-    [
-        (LocalPolicy("none"), [0, 0, 0]),
-        (LocalPolicy("static_length", static_length=2), [2, 2, 0]),
-        (LocalPolicy("static_threshold", static_threshold=0.6), [4, 1, 0]),
-        (LocalPolicy("algorithm1"), [4, 0, 0]),
-    ],
-)
-def test_each_policy_decides_by_its_name(policy: LocalPolicy, lens: list[int]) -> None:
-    policy.times.measured(CostCurve.of(profile()))
-    survival = np.array([[0.9, 0.8, 0.7, 0.65], [0.6, 0.1, 0.1, 0.0], [0, 0, 0, 0]], np.float32)
-    if policy.name == "algorithm1":
-        survival[1] = 0.0
-    caps = np.array([4, 4, 0], np.int32)
-    decider = VerifyDecider("rank-0", "a", policy, allocate)
-    decision = decider.decide(5, ("x", "y", "z"), survival, caps, caps > 0, 99, 0, 0)
-    assert decision.verify_len.tolist() == lens
-    assert decision.choice.rule == policy.name

@@ -19,13 +19,12 @@ from kernels.block_reference import MarkovHead
 from tests.torch_cpu.exact_law import (
     Code,
     Scheduler,
-    TinyPair,
     drafted,
     output_law,
     round_laws,
-    target_law,
     total_variation,
 )
+from tests.torch_cpu.tiny_pair import TinyPair, target_law
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams()
@@ -54,7 +53,8 @@ def law_error(
     blocks = [drafted(code, *one, min(draft_top_k, len(one[0].base[0]))) for one in each]
     laws = [round_laws(code, *one, block) for one, block in zip(each, blocks, strict=True)]
     survival = [
-        block.survivals(pair, anchor) for (pair, anchor, _), block in zip(each, blocks, strict=True)
+        pair.survivals(anchor, block.tokens)
+        for (pair, anchor, _), block in zip(each, blocks, strict=True)
     ]
     outputs = output_law(blocks, laws, survival, schedule)
     return max(
@@ -190,7 +190,10 @@ def first_token_law(schedule: Scheduler) -> float:
     pair, code = appendix_a(), Code()
     blocks = drafted(code, pair, 0, PLAIN, 2)
     law = output_law(
-        [blocks], [round_laws(code, pair, 0, PLAIN, blocks)], [blocks.survivals(pair, 0)], schedule
+        [blocks],
+        [round_laws(code, pair, 0, PLAIN, blocks)],
+        [pair.survivals(0, blocks.tokens)],
+        schedule,
     )[0]
     return float(law[0].sum())
 

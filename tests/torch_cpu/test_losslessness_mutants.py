@@ -12,7 +12,7 @@ import torch
 from actors.core import prefix_scheduler
 from actors.core.sampling import SamplingParams
 from kernels import block_reference, reference
-from tests.torch_cpu.exact_law import Code, TinyPair
+from tests.torch_cpu.exact_law import Code
 from tests.torch_cpu.mutation import mutant
 from tests.torch_cpu.test_losslessness import (
     APPENDIX_A,
@@ -22,6 +22,7 @@ from tests.torch_cpu.test_losslessness import (
     law_error,
     uniform_length,
 )
+from tests.torch_cpu.tiny_pair import TinyPair
 
 TRUNCATED = SamplingParams(temperature=3.0, top_k=3, top_p=0.75)
 CAUGHT = 1e-3

@@ -14,6 +14,7 @@ from kernels import block_reference, reference, rejection
 from kernels.block_reference import BlockSample, MarkovHead
 from tests.torch_cpu.mutation import mutant
 from tests.torch_cpu.streams import TinyModels, always, at_random, generate
+from tests.torch_cpu.tiny_pair import processed
 
 PARAMS = {
     "plain": SamplingParams(),
@@ -167,8 +168,6 @@ def test_draft_draws_keyed_by_position_alone_are_caught() -> None:
 
 def assert_law(tokens: npt.NDArray[np.int64], models: TinyModels, params: SamplingParams) -> None:
     """Compare the joint law of the first three tokens with the target's, five standard deviations wide."""
-    from tests.torch_cpu.exact_law import processed
-
     vocab = len(models.target)
     rows = np.stack([processed(models.target[v].double().numpy(), params) for v in range(vocab)])
     expected = rows[0][:, None, None] * rows[:, :, None] * rows[None]

@@ -10,7 +10,7 @@ from actors.core import sampling
 from actors.core.sampling import PURPOSE_ACCEPT, PURPOSE_DRAFT, SamplingParams
 from kernels import noise
 from kernels.reference import inverse_cdf, largest, process_logits
-from tests.torch_cpu.exact_law import processed
+from tests.torch_cpu.tiny_pair import processed
 
 KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 6, dtype=np.uint64)
 POSITIONS = np.array([0, 1, 2, 900, 2**20, 7])
