@@ -263,3 +263,21 @@ def test_bf16_features_travel_as_bits() -> None:
     rows = torch.from_numpy(message.features).bfloat16().view(torch.int16).numpy()
     packed = replace(message, features=rows.view(np.uint16))
     check(tiny_engine(model).advance(packed), model, {"a": stream})
+
+
+def test_a_prompt_of_one_token_has_an_empty_context() -> None:
+    model = tiny_model(tiny_config())
+    engine = tiny_engine(model)
+    streams = {n: Stream(n, 20, model.config, i) for i, n in enumerate("ab")}
+    check(engine.advance(commit_batch([streams["a"].commit(0, 1)])), model, streams)
+    mixed = [streams["b"].commit(0, 1), streams["a"].commit(0, 4)]
+    check(engine.advance(commit_batch(mixed)), model, streams)
+
+
+def test_an_entry_whose_features_are_incomplete_gets_no_block() -> None:
+    model = tiny_model(tiny_config())
+    engine = tiny_engine(model)
+    stream = Stream("a", 40, model.config)
+    name, committed, first, rows, anchor = stream.commit(0, 12)
+    assert engine.advance(commit_batch([(name, committed, first, rows[:-3], anchor)])) is None
+    check(engine.advance(commit_batch([stream.commit(8, 14)])), model, {"a": stream})

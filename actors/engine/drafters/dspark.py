@@ -60,12 +60,12 @@ class Attention(nn.Module):
         ctx_k, ctx_v = ctx_k.transpose(1, 2), ctx_v.transpose(1, 2)  # [B, kv, S, hd]
         own_k, own_v = (t.permute(0, 3, 1, 2, 4) for t in (own_k, own_v))  # [B, kv, N, g, hd]
         span = ctx_k.shape[2]
-        to_context = q.reshape(b, kv, -1, hd) @ ctx_k.transpose(2, 3)
+        to_context = q.reshape(b, kv, n * group * g, hd) @ ctx_k.transpose(2, 3)
         to_context = to_context.view(b, kv, n, group * g, span) + context_mask[:, None, :, None]
         to_own = q.reshape(b, kv, n, group * g, hd) @ own_k.transpose(3, 4)
         scores = torch.cat((to_context, to_own), dim=-1).float() * hd**-0.5
         weights = scores.softmax(-1).to(own_v.dtype)
-        mixed = weights[..., :span].reshape(b, kv, -1, span) @ ctx_v
+        mixed = weights[..., :span].reshape(b, kv, n * group * g, span) @ ctx_v
         mixed = mixed.view(b, kv, n, group * g, hd) + weights[..., span:] @ own_v
         mixed = mixed.view(b, kv, n, group, g, hd).permute(0, 2, 4, 1, 3, 5)
         out: Tensor = self.o_proj(mixed.reshape(b, n, g, -1))
