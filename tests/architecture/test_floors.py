@@ -13,10 +13,17 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("actors", "cluster", "configs", "kernels")
-# The actors themselves, and the link that is made of actor calls.
+# The actors themselves, what they share, and the link that is made of actor calls.
 RAY_USERS = {
     Path("actors", name)
-    for name in ("allocator.py", "drafter.py", "target.py", "trainer.py", "link/actor_link.py")
+    for name in (
+        "allocator.py",
+        "drafter.py",
+        "target.py",
+        "trainer.py",
+        "shell.py",
+        "link/actor_link.py",
+    )
 }
 
 
