@@ -61,9 +61,9 @@ def allocate(
         caps: [R] longest verify_len allowed for each request. A cap may not depend on the draft tokens it cuts.
         arrival: [R] order of arrival; None means the rows are in that order.
     """
+    assert (survivals[:, 1:] <= survivals[:, :-1]).all(), "survivals increase along a row"
     position = np.arange(survivals.shape[1])
     eligible = (survivals >= min_survival) & (position < np.asarray(caps)[:, None])
-    eligible = np.logical_and.accumulate(eligible, axis=1)
     if int(eligible.sum()) > max(max_draft_tokens, 0):
         ranked = _ranked(survivals, eligible, arrival)[: max(max_draft_tokens, 0)]
         eligible = np.zeros_like(eligible)
@@ -132,7 +132,7 @@ def early_stop(
     """
     num_requests, gamma = survivals.shape
     eligible = (survivals >= MIN_SURVIVAL) & (np.arange(gamma) < np.asarray(caps)[:, None])
-    ranked = _ranked(survivals, np.logical_and.accumulate(eligible, axis=1), arrival)
+    ranked = _ranked(survivals, eligible, arrival)
     tokens = num_requests + np.concatenate(
         [[0.0], np.cumsum(survivals.flat[ranked].astype(np.float64))]
     )

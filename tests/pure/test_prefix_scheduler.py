@@ -113,6 +113,11 @@ def test_ties_go_to_the_earlier_position_then_to_the_earlier_arrival() -> None:
     assert allocate(tied, 2, 0.0, caps, arrival=np.array([2, 0, 1])).tolist() == [0, 1, 1]
 
 
+def test_survivals_that_increase_along_a_row_are_refused() -> None:
+    with pytest.raises(AssertionError, match="increase along a row"):
+        allocate(np.array([[0.5, 0.6]], np.float32), 2, 0.0, np.array([2]))
+
+
 def test_a_negative_budget_verifies_nothing() -> None:
     assert allocate(np.ones((2, 2), np.float32), -3, 0.0, np.full(2, 2)).tolist() == [0, 0]
 

@@ -12,6 +12,7 @@ import torch
 from actors.core.layout import DraftTokens, StepPlan
 from actors.core.sampling import SamplingBatch, SamplingParams
 from kernels import dispatch
+from kernels.markov_sample import DraftSampling, sample_block
 from kernels.reference import Draws
 from kernels.rejection import verify, verify_batch
 
@@ -181,6 +182,36 @@ def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     assert accepted.tolist() == [0]
     cumulated = np.cumsum(p, dtype=np.float64)
     assert token.tolist() == [int(np.searchsorted(cumulated, 0.5 * cumulated[-1]))]
+
+
+def test_a_draft_outside_the_support_it_came_with_is_refused() -> None:
+    """The drafter broke its contract: there is no probability to divide by, so nothing is accepted."""
+    step = plan([PLAIN], [1])
+    assert step.draft is not None
+    missing = int(np.setdiff1d(np.arange(VOCAB), step.draft.q_ids[0, 0])[0])
+    step = replace(step, token_ids=np.array([0, missing], np.int32))
+    logits = torch.zeros(2, VOCAB)
+    logits[0, missing] = 20.0
+    assert decide(step, logits)[0] == [0]
+
+
+@pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, top_k=7), replace(SEEDED, top_p=0.5)])
+def test_a_coupled_drafter_that_equals_the_target_is_accepted_to_the_end(
+    params: SamplingParams,
+) -> None:
+    """Drafter and target meet at the same noise: same position, same processing, same token."""
+    rows = 40
+    sampling = SamplingBatch.of([replace(params, seed=i, noise_key=i) for i in range(rows)])
+    base = torch.randn(rows, WIDTH, VOCAB, generator=torch.Generator().manual_seed(5))
+    anchors = torch.zeros(rows, dtype=torch.long)
+    block = sample_block(
+        base, None, anchors, torch.arange(rows) + 20, DraftSampling.of(sampling), VOCAB
+    )
+    step = plan(MIXED[:1] * rows, [WIDTH] * rows)
+    tokens = torch.cat([anchors[:, None], block.draft_token_ids], 1)
+    step = replace(step, token_ids=tokens.reshape(-1).numpy().astype(np.int32), sampling=sampling)
+    logits = torch.cat([base, torch.zeros(rows, 1, VOCAB)], 1).view(-1, VOCAB)
+    assert decide(step, logits)[0] == [WIDTH] * rows
 
 
 @pytest.mark.parametrize("params", [PLAIN, SEEDED])
