@@ -41,7 +41,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Ask for room: KV for `prompt_len + max_new_tokens` tokens and a place in the queue."""
+    """Ask for room: KV for `prompt_len + max_new_tokens` tokens and a place in the queue.
+
+    For a replay `prompt_len` includes the prior tokens, and `max_new_tokens` counts only those still to come.
+    """
 
     request_id: str
     reply_to: Endpoint
@@ -80,8 +83,9 @@ class AbortRequest:
 class ProposalBatch:
     """Draft blocks of several requests (N of them), from one drafter.
 
-    `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
-    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there.
+    `drafter` is the name of its endpoint: the rank drops blocks of any other than the one it asked. `q_ids` / `q_probs`
+    are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of greedy requests hold
+    `q_ids[:, :, 0] == draft_token_ids` and probability one there.
     """
 
     drafter: str
@@ -218,7 +222,11 @@ class ReservationReply:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one request. `first_index` counts output tokens from the start of the stream, prior ones too."""
+    """New tokens of one request. `first_index` counts output tokens from the start of the stream, prior ones too.
+
+    A stop token is included, as the last one, when `finish_reason` is "stop": it counts, but shows no text.
+    `num_accepted` counts drafted tokens that entered the stream.
+    """
 
     request_id: str
     generation: int
