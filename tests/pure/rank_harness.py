@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -157,12 +158,24 @@ class Stream:
 
 
 class Session:
-    """A rank, its target and drafters in one thread, with perfect delivery and a clock of its own."""
+    """A rank, its target and a drafter in one thread, with perfect delivery and a clock of its own.
 
-    def __init__(self, rank: Rank, error: float = 0.3, seed: int = 0, draft_s: float = 0.0) -> None:
+    Both are scripted unless real engines are given.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        error: float = 0.3,
+        seed: int = 0,
+        draft_s: float = 0.0,
+        target: Any = None,
+        drafter: Any = None,
+    ) -> None:
         self.rank = rank
-        self.target = ScriptedTarget(rank)
-        self.drafter = ScriptedDrafter(DRAFTER, rank.limits.gamma, error, random.Random(seed))
+        scripted = ScriptedDrafter(DRAFTER, rank.limits.gamma, error, random.Random(seed))
+        self.target = target or ScriptedTarget(rank)
+        self.drafter = drafter or scripted
         self.streams: dict[str, Stream] = {}
         self.now = 0.0
         self.draft_s = draft_s
@@ -177,7 +190,7 @@ class Session:
                 for delta in message.deltas:
                     self.streams.setdefault(delta.request_id, Stream()).take(delta)
             elif isinstance(message, CloseDraft):
-                self.drafter.close(message)
+                self.drafter.close(message.request_ids)
             elif isinstance(message, CommitBatch):
                 proposal = self.drafter.advance(message)
                 if proposal is not None and drafts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.core.messages import CloseDraft, CommitBatch, Endpoint, ProposalBatch
+from actors.core.messages import CommitBatch, Endpoint, ProposalBatch
 
 VOCAB = 50
 
@@ -62,8 +62,8 @@ class ScriptedDrafter:
         self.me, self.gamma, self.error, self.rng = me, gamma, error, rng
         self.contexts: dict[str, Context] = {}
 
-    def close(self, message: CloseDraft) -> None:
-        for request_id in message.request_ids:
+    def close(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
             self.contexts.pop(request_id, None)
 
     def advance(self, batch: CommitBatch) -> ProposalBatch | None:

@@ -110,7 +110,7 @@ class World:
                     self.on_commit(to, message)
                 case CloseDraft():
                     if to.name in self.drafters:
-                        self.drafters[to.name].close(message)
+                        self.drafters[to.name].close(message.request_ids)
                 case StepReport():
                     self.on_report(message)
 
