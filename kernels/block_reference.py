@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.core.sampling import PURPOSE_DRAFT, RULE_COUPLED, RULE_GREEDY, SamplingBatch
-from kernels.noise import exponential_noise, uniform
+from kernels.noise import exponential_noise, first_argmax, uniform
 from kernels.reference import MIN_TEMPERATURE, inverse_cdf, largest, working_precision
 
 
@@ -93,7 +93,7 @@ def sample_block(
             embeddings.append(embedding)
             logits = logits + (embedding @ markov.w2.T).to(logits.dtype)
         if sampling.all_greedy:
-            index = logits.argmax(-1, keepdim=True)
+            index = first_argmax(logits)[:, None]
             ids = index if d2t is None else d2t[index]
             probs = torch.ones_like(index, dtype=q_probs.dtype)
             previous = ids[:, 0]

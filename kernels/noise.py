@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actors.core.sampling import ELEMENT_MIX, KEY_MIX, PURPOSE_BITS, PURPOSE_TOKEN, UNIFORM_BITS
 
-_CHUNK_ELEMENTS = (
-    1 << 16
-)  # of a [rows, vocab] hash on CPU: its buffers stay in the second-level cache
+# Of a [rows, vocab] hash on CPU: its buffers stay in the second-level cache.
+_CHUNK_ELEMENTS = 1 << 16
+_ARGMAX_BLOCKS = (512, 256, 128, 64, 32)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -100,5 +100,20 @@ def coupled_argmax(probs: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     for start in range(0, num_rows, max(rows, 1)):
         chunk = slice(start, start + rows)
         time = _element_uniform(row_hash[chunk], spread).neg_().log1p_().neg_()
-        torch.argmax(probs[chunk] / time, dim=-1, out=tokens[chunk])
+        tokens[chunk] = first_argmax(probs[chunk] / time)
     return tokens
+
+
+def first_argmax(x: Tensor) -> Tensor:
+    """argmax of each row [n, V], the first one of equals.
+
+    Maxima of blocks come first, because torch vectorises those on CPU and argmax not.
+    """
+    num_rows, width = x.shape
+    block = next((size for size in _ARGMAX_BLOCKS if width % size == 0 and width >= 4 * size), 0)
+    if not block or not num_rows:
+        return x.argmax(-1)
+    blocks = x.reshape(num_rows, width // block, block)
+    best = blocks.amax(-1).argmax(-1)
+    inner = blocks.gather(1, best[:, None, None].expand(-1, 1, block))[:, 0].argmax(-1)
+    return best * block + inner

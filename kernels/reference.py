@@ -19,7 +19,7 @@ from actors.core.sampling import (
     RULE_GREEDY,
     RULE_REJECTION,
 )
-from kernels.noise import coupled_argmax, uniform
+from kernels.noise import coupled_argmax, first_argmax, uniform
 
 _BLOCK = 32  # candidates that share one maximum in `largest`
 MIN_TEMPERATURE = 1e-5
@@ -197,7 +197,7 @@ def _probs(logits: Tensor, group: RuleGroup) -> Tensor:
 def _emitted(logits: Tensor, group: RuleGroup) -> Tensor:
     """The token each row emits under a rule that needs no fresh randomness, [l]."""
     if group.rule == RULE_GREEDY:
-        return logits.argmax(-1)
+        return first_argmax(logits)
     return coupled_argmax(
         _probs(logits, group), group.noise_key[group.request_of_row], group.decided_positions
     )

@@ -54,6 +54,17 @@ def test_the_chunked_race_equals_the_definition(vocab: int) -> None:
     assert torch.equal(noise.coupled_argmax(probs, TORCH_KEYS, TORCH_POSITIONS), expected)
 
 
+@pytest.mark.parametrize("width", [1, 31, 128, 2048, 151_936, 49_152, 50_257])
+def test_the_argmax_is_the_first_of_equals(width: int) -> None:
+    x = torch.randint(0, 50, (6, width), generator=torch.Generator().manual_seed(width)).float()
+    x[0] = -torch.inf
+    x[1, width // 2] = torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        first = (x == x.amax(-1, keepdim=True)).byte().argmax(-1)
+        assert torch.equal(noise.first_argmax(x.to(dtype)), first)
+    assert noise.first_argmax(x[:0]).shape == (0,)
+
+
 def test_the_race_of_no_rows_is_empty() -> None:
     assert noise.coupled_argmax(torch.zeros(0, 5), TORCH_KEYS[:0], TORCH_POSITIONS[:0]).shape == (
         0,
