@@ -151,6 +151,8 @@ class LinkBehaviour:
             a.poll(0.05)
         assert a.counters.num_dropped > 0
         assert time.monotonic() - started < 12
+        assert [peer.name for peer in a.lost()] == ["b"]
+        assert a.lost() == []
 
     def test_a_new_incarnation_does_not_get_what_was_meant_for_the_old_one(
         self, open_link: OpenLink

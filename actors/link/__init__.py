@@ -21,6 +21,7 @@ __all__ = [
     "LocalLink",
     "Membership",
     "RefusedMessageError",
+    "Role",
     "ZmqLink",
     "decode",
     "encode",

@@ -102,6 +102,7 @@ class ActorLink:
         self.counters = LinkCounters()
         self._mailbox = Mailbox(self.counters)
         self._peers: dict[str, _Peer] = {}
+        self._lost: dict[str, Endpoint] = {}
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._remote: Any = None
@@ -121,7 +122,10 @@ class ActorLink:
     def send(self, to: Endpoint, message: Message) -> None:
         frames = encode(message)
         with self._sending:
-            self.counters.num_dropped += self._send(to, frames)
+            num_lost = self._send(to, frames)
+            self.counters.num_dropped += num_lost
+            if num_lost:
+                self._lost[to.name] = to
 
     def _send(self, to: Endpoint, frames: list[bytes]) -> int:
         """The number of messages, this one and earlier ones, that turned out to be lost."""
@@ -134,6 +138,11 @@ class ActorLink:
         peer.in_flight.append(peer.handle.deliver.remote(to.epoch, frames))
         self.counters.num_sent += 1
         return num_lost
+
+    def lost(self) -> list[Endpoint]:
+        with self._sending:
+            lost, self._lost = self._lost, {}
+        return list(lost.values())
 
     def poll(self, timeout_s: float | None) -> list[Message]:
         return self._mailbox.take(timeout_s)

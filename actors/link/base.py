@@ -63,6 +63,10 @@ class Link(Protocol):
         """
         ...
 
+    def lost(self) -> list[Endpoint]:
+        """Peers that stopped taking messages since the last call; a peer that takes them again may be lost again."""
+        ...
+
     def wake(self) -> None:
         """End a waiting `poll` from another thread."""
         ...

@@ -102,6 +102,7 @@ class LocalLink:
         self._hub = hub
         self._mailbox = Mailbox(self.counters)
         self._closed = False
+        self._lost: dict[str, Endpoint] = {}
         hub.attach(self.endpoint.uri, self._mailbox)
 
     def send(self, to: Endpoint, message: Message) -> None:
@@ -109,6 +110,11 @@ class LocalLink:
             self.counters.num_sent += 1
         else:
             self.counters.num_dropped += 1
+            self._lost[to.name] = to
+
+    def lost(self) -> list[Endpoint]:
+        lost, self._lost = self._lost, {}
+        return list(lost.values())
 
     def poll(self, timeout_s: float | None) -> list[Message]:
         return self._mailbox.take(timeout_s)

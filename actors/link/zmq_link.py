@@ -108,6 +108,7 @@ class ZmqLink:
         self._waker.setblocking(False)
         self._wake_signal.setblocking(False)
         self._owner: int | None = None  # the polling thread; nobody before the first poll
+        self._lost: list[Endpoint] = []
         self._woken = False
         self._closed = False
 
@@ -152,6 +153,7 @@ class ZmqLink:
             return
         if time.monotonic() - peer.stuck_since > CONNECT_GRACE_S:
             peer.gone = True
+            self._lost.append(peer.to)
             self.counters.num_dropped += len(peer.pending)
             log.warning("%s is gone: dropped %d messages", peer.to.name, len(peer.pending))
             peer.pending.clear()
@@ -178,6 +180,10 @@ class ZmqLink:
         outgoing.connect(to.uri)
         self._peers[to.name] = peer = _Peer(to, outgoing)
         return peer
+
+    def lost(self) -> list[Endpoint]:
+        lost, self._lost = self._lost, []
+        return lost
 
     def _forget(self, peer: _Peer) -> None:
         self.counters.num_dropped += len(peer.pending)

@@ -1,0 +1,105 @@
+"""The allocator's shell: reports in, budgets and load views out.
+
+Advisory: losing it costs throughput, never a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from actors.core.capacity import Allocator
+from actors.core.messages import Endpoint, RankProfile, StepReport, Subscribe
+from actors.core.sps import CurveError
+from actors.link import Role
+from actors.shell import Peers, Seat, Shell
+from configs.schema import ClusterConfig
+
+log = logging.getLogger(__name__)
+
+LOAD_VIEW_INTERVAL_S = 0.2
+SUBSCRIPTION_S = 5.0  # a subscriber that is silent for longer is forgotten
+
+
+class AllocatorActor(Shell):
+    """One for the cluster."""
+
+    role: Role = "allocator"
+
+    def __init__(self, seat: Seat, config: ClusterConfig, **kwargs: Any) -> None:
+        super().__init__(seat, config.link.kind, **kwargs)
+        policy = config.policy
+        self._brain = Allocator(
+            policy=policy.name,
+            budget_ttl_steps=policy.budget_ttl_steps,
+            min_predicted_gain=policy.min_predicted_gain,
+        )
+        self._ranks: dict[str, Endpoint] = {}
+        self._subscribers: dict[str, tuple[Endpoint, float]] = {}  # with the time of its heartbeat
+        self._next_view = 0.0
+        self._num_budgets = self._num_refused_curves = self._num_unexpected = 0
+        self.start()
+
+    def turn(self) -> None:
+        for message in self.link.poll(LOAD_VIEW_INTERVAL_S):
+            now = time.monotonic()
+            match message:
+                case StepReport() | RankProfile():
+                    self._fold(message, now)
+                case Subscribe():
+                    self._subscribers[message.subscriber.name] = (message.subscriber, now)
+                case _:
+                    self._num_unexpected += 1
+                    log.warning("the allocator got a %s", type(message).__name__)
+        now = time.monotonic()
+        self._publish_budgets(now)
+        if now >= self._next_view:
+            self._next_view = now + LOAD_VIEW_INTERVAL_S
+            self._publish_load(now)
+
+    def _fold(self, message: StepReport | RankProfile, now: float) -> None:
+        try:
+            if self._brain.fold(message, now):
+                self._ranks[message.rank.name] = message.rank
+        except CurveError as error:
+            self._num_refused_curves += 1
+            log.warning("refused the cost curve of %s: %s", message.rank.name, error)
+
+    def _publish_budgets(self, now: float) -> None:
+        for budget in self._brain.budgets(now):
+            self._num_budgets += 1
+            self.link.send(self._ranks[budget.rank], budget)
+
+    def _publish_load(self, now: float) -> None:
+        self._subscribers = {
+            name: (endpoint, heard_at)
+            for name, (endpoint, heard_at) in self._subscribers.items()
+            if now - heard_at <= SUBSCRIPTION_S
+        }
+        if self._subscribers:
+            view = self._brain.load_view(now)
+            for endpoint, _ in self._subscribers.values():
+                self.link.send(endpoint, view)
+
+    def meet(self, old: Peers, new: Peers) -> None:
+        for name in {rank.name for rank in old.ranks} - {rank.name for rank in new.ranks}:
+            self._brain.forget(name)
+            self._ranks.pop(name, None)
+
+    async def stats(self) -> dict[str, Any]:
+        """Counts since this incarnation started."""
+        return await self.on_loop(self._stats)
+
+    def _stats(self) -> dict[str, Any]:
+        return {
+            "num_budgets": self._num_budgets,
+            "num_stale_reports": self._brain.num_stale_reports,
+            "num_refused_curves": self._num_refused_curves,
+            "num_unexpected": self._num_unexpected,
+            "ranks": sorted(self._ranks),
+            "subscribers": sorted(self._subscribers),
+            "load": asdict(self._brain.load_view(time.monotonic())),
+            "link": asdict(self.link.counters),
+        }

@@ -1,0 +1,256 @@
+"""What the shells of target, drafter and allocator have in common: one loop thread, a life, control calls.
+
+The loop thread owns the link and the state machine. Control methods are coroutines on the actor's event loop, so they
+answer while the loop computes; what touches the state is handed to the loop and runs between two turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from actors.core.messages import Endpoint, Message
+from actors.engine.base import DrafterSpec, TargetSpec
+from actors.link import Link, Membership, Role, open_link
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Phase = Literal["starting", "loading", "measuring", "ready", "draining", "stopped", "failed"]
+
+FAILED_START_VISIBLE_S = 3.0  # so that the starter can read the cause before Ray tries again
+CONTROL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where and as whom a shell runs; the same for every incarnation."""
+
+    name: str
+    membership: Membership
+    host: str | None = None  # address the link listens on; None: this node's
+    num_threads: int = 1
+    namespace: str = "dspark"
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """A drafter that ranks may use."""
+
+    endpoint: Endpoint
+    spec: DrafterSpec
+    draft_times: tuple[tuple[int, float], ...]  # (requests, measured seconds)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Everybody a shell may talk to, as of one version of the supervisor's routing table."""
+
+    version: int
+    ranks: tuple[Endpoint, ...] = ()
+    drafters: tuple[DrafterFacts, ...] = ()  # of a rank: only those assigned to it
+    allocator: Endpoint | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a shell says about itself at any time."""
+
+    name: str
+    role: Role
+    phase: Phase
+    detail: str
+    endpoint: Endpoint | None
+    spec: TargetSpec | DrafterSpec | None
+    draft_times: tuple[tuple[int, float], ...]
+    peers_version: int
+    turn_age_s: float  # since the loop last came round; grows while one step is computed
+    pid: int
+    node_ip: str
+
+
+class Shell:
+    """A process of the cluster. Subclasses say what they prepare and what one turn of their loop does.
+
+    Args:
+        seat: name, keys and threads.
+        link_kind: which transport.
+        on_failure: ends the process; the argument says whether it had been ready.
+    """
+
+    role: Role
+
+    def __init__(
+        self,
+        seat: Seat,
+        link_kind: Literal["zmq", "actor"],
+        on_failure: Callable[[bool, str], None] | None = None,
+    ) -> None:
+        self.seat = seat
+        self.link: Link
+        self.peers = Peers(version=0)
+        self._link_kind = link_kind
+        self._on_failure = on_failure or self._end_process
+        self._phase: Phase = "starting"
+        self._detail = ""
+        self._last_turn = time.monotonic()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"{seat.name}-loop", daemon=True)
+
+    def start(self) -> None:
+        """Begin the loop; the constructor of the subclass calls it last."""
+        self._thread.start()
+
+    # --- the loop thread --------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Load and measure, before the first turn. `self.link` is open."""
+
+    def turn(self) -> None:
+        """Poll, decide, compute, send: once."""
+        raise NotImplementedError
+
+    def meet(self, old: Peers, new: Peers) -> None:
+        """The peers have changed."""
+
+    def tear_down(self) -> None:
+        """The loop has ended in order."""
+
+    @property
+    def spec(self) -> TargetSpec | DrafterSpec | None:
+        return None
+
+    @property
+    def draft_times(self) -> tuple[tuple[int, float], ...]:
+        return ()
+
+    def enter(self, phase: Phase, detail: str = "") -> None:
+        self._phase, self._detail = phase, detail
+        self._last_turn = time.monotonic()
+        log.info("%s: %s %s", self.seat.name, phase, detail)
+
+    def send_all(self, outgoing: list[tuple[Endpoint, Message]]) -> None:
+        for to, message in outgoing:
+            self.link.send(to, message)
+
+    def _live(self) -> None:
+        try:
+            own_actor = f"{self.seat.namespace}/{self.seat.name}"
+            host = self.seat.host or _node_ip()
+            self.link = open_link(
+                self._link_kind, self.seat.name, self.role, self.seat.membership, host, own_actor
+            )
+            self.prepare()
+            self.enter("ready")
+            while not self._stopping.is_set():
+                self._obey()
+                self.turn()
+                self._last_turn = time.monotonic()
+            self.tear_down()
+            self.enter("stopped")
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._obey()
+            if hasattr(self, "link"):
+                self.link.close()
+
+    def _obey(self) -> None:
+        while self._commands:
+            action, answer = self._commands.popleft()
+            try:
+                answer.set_result(action())
+            except Exception as error:
+                log.exception("%s: a control call failed", self.seat.name)
+                answer.set_exception(error)
+
+    def _fail(self, error: BaseException) -> None:
+        was_ready = self._phase in ("ready", "draining")
+        cause = f"{type(error).__name__}: {error}"
+        doing = self._phase
+        self._phase, self._detail = "failed", cause
+        text = "".join(traceback.format_exception(error))
+        log.critical("%s failed while %s: %s\n%s", self.seat.name, doing, cause, text)
+        self._on_failure(was_ready, cause)
+
+    def _end_process(self, was_ready: bool, cause: str) -> None:
+        """Ray starts the actor again; a loop that silently stands still would not be noticed."""
+        import ray
+
+        try:
+            supervisor: Any = ray.get_actor("supervisor", namespace=self.seat.namespace)
+            told = supervisor.report_failure.remote(self.seat.name, cause)
+            ray.wait([told], timeout=0.5)
+        except Exception as error:
+            log.warning("the supervisor could not be told: %s", error)
+        if not was_ready:
+            time.sleep(FAILED_START_VISIBLE_S)
+        logging.shutdown()
+        os._exit(1)
+
+    # --- control calls ----------------------------------------------------------------------------------------------
+
+    async def describe(self) -> Description:
+        endpoint = self.link.endpoint if hasattr(self, "link") else None
+        return Description(
+            name=self.seat.name,
+            role=self.role,
+            phase=self._phase,
+            detail=self._detail,
+            endpoint=endpoint,
+            spec=self.spec,
+            draft_times=self.draft_times,
+            peers_version=self.peers.version,
+            turn_age_s=time.monotonic() - self._last_turn,
+            pid=os.getpid(),
+            node_ip=_node_ip(),
+        )
+
+    async def connect(self, peers: Peers) -> None:
+        """Take over a newer view of who is there; an older one is ignored."""
+        await self.on_loop(lambda: self._connect(peers))
+
+    def _connect(self, peers: Peers) -> None:
+        if peers.version > self.peers.version:
+            old, self.peers = self.peers, peers
+            self.meet(old, peers)
+
+    async def stop(self) -> None:
+        """End the loop after this turn and close the link."""
+        self._stopping.set()
+        if hasattr(self, "link"):
+            self.link.wake()
+        await asyncio.to_thread(self._thread.join, CONTROL_TIMEOUT_S)
+
+    async def deliver(self, epoch: str, frames: list[bytes]) -> bool:
+        """A message from a link made of actor calls."""
+        from actors.link.actor_link import ActorLink
+
+        link = getattr(self, "link", None)
+        return isinstance(link, ActorLink) and link.deliver(epoch, frames)
+
+    async def on_loop(self, action: Callable[[], T]) -> T:
+        """Run `action` on the loop thread between two turns."""
+        answer: Future[T] = Future()
+        self._commands.append((action, answer))
+        if hasattr(self, "link"):
+            self.link.wake()
+        return await asyncio.wait_for(asyncio.wrap_future(answer), CONTROL_TIMEOUT_S)
+
+
+def _node_ip() -> str:
+    import ray
+
+    if not ray.is_initialized():
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,302 @@
+"""A target rank's shell: it owns the committed tokens and the KV of its requests, and runs their rounds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from actors import tracing
+from actors.core.admission import RankLimits
+from actors.core.capacity import LocalPolicy
+from actors.core.layout import StepPlan
+from actors.core.messages import RankProfile
+from actors.core.prefix_scheduler import allocate
+from actors.core.rank import Rank, UnexpectedMessageError
+from actors.core.sps import CostCurve, CurveError
+from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.engine.base import TargetEngine, TargetSpec
+from actors.link import Role
+from actors.shell import Peers, Seat, Shell
+from configs.schema import ClusterConfig
+
+log = logging.getLogger(__name__)
+
+IDLE_TURN_S = 1.0  # reservations that nobody used expire in the meantime
+MAX_FAILURES_IN_A_ROW = 3
+
+TargetEngineFactory = Callable[[ClusterConfig, Seat], TargetEngine]
+StepTimes = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
+MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
+"""Batch tokens [G], requests [G] and median seconds [G] of complete steps."""
+
+
+class TargetActor(Shell):
+    """One target rank.
+
+    Args:
+        seat: name, keys and threads.
+        config: the cluster's configuration.
+        engine_factory: loads the engine; called on the loop thread.
+        measure_steps: measures the cost curve of the loaded engine.
+    """
+
+    role: Role = "target"
+
+    def __init__(
+        self,
+        seat: Seat,
+        config: ClusterConfig,
+        engine_factory: TargetEngineFactory,
+        measure_steps: MeasureSteps,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(seat, config.link.kind, **kwargs)
+        self._config = config
+        self._engine_factory = engine_factory
+        self._measure_steps = measure_steps
+        self._engine: TargetEngine
+        self._rank: Rank
+        self._spec: TargetSpec | None = None
+        self._policy = LocalPolicy(
+            config.policy.name,
+            config.policy.static_length,
+            config.policy.static_threshold,
+            config.policy.min_predicted_gain,
+        )
+        self._profile: RankProfile | None = None
+        self._is_row_invariant: bool | None = None
+        self._wait_s: float | None = 0.0
+        self._is_checked = True  # since the rank last became idle
+        self._idle_problems: list[str] = []
+        self._num_idle_checks = self._num_idle_problems = 0
+        self._num_unexpected = self._num_engine_failures = self._failures_in_a_row = 0
+        self.start()
+
+    @property
+    def spec(self) -> TargetSpec | None:
+        return self._spec
+
+    # --- preparing --------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        config = self._config
+        self.enter("loading", config.model.path)
+        with tracing.span(tracing.SPAN_LOAD, {tracing.ATTR_RANK: self.seat.name}):
+            self._engine = self._engine_factory(config, self.seat)
+        if config.model.numerics == "reproducible":
+            self._check_rows()
+        self.enter("measuring", "step times")
+        batch_tokens, num_requests, step_time_s = self._measure_steps(self._engine, config)
+        spec, gamma = self._engine.spec, config.drafter.gamma if config.model.drafter else 0
+        self._profile = RankProfile(
+            rank=self.link.endpoint,
+            identity=spec.identity,
+            batch_tokens=batch_tokens.astype(np.int32),
+            num_requests=num_requests.astype(np.int32),
+            step_time_s=step_time_s.astype(np.float64),
+            draft_time_s=np.zeros(len(batch_tokens)),
+            gamma=gamma,
+        )
+        self._learn_profile()
+        limits = RankLimits(
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            max_model_len=spec.max_model_len,
+            vocab_size=spec.vocab_size,
+            max_running=config.target.max_running,
+            max_waiting=config.target.max_waiting,
+            max_batch_tokens=config.target.max_batch_tokens,
+            gamma=gamma,
+            max_wait_s=config.drafter.max_wait_ms / 1000,
+        )
+        endpoint = self.link.endpoint
+        decider = VerifyDecider(endpoint.name, endpoint.epoch, self._policy, allocate)
+        self._rank = Rank(endpoint, limits, decider)
+        self._spec = spec
+
+    def _check_rows(self) -> None:
+        self.enter("measuring", "row invariance")
+        self._is_row_invariant = self._engine.check_row_invariance()
+        if self._is_row_invariant:
+            log.info("%s: a row's result does not depend on its batch", self.seat.name)
+        else:
+            log.error(
+                "%s: numerics=reproducible, but a row's result depends on its batch here: the same "
+                "seed may give other tokens. Use dtype=float32 or numerics=fast",
+                self.seat.name,
+            )
+
+    def _learn_profile(self) -> None:
+        assert self._profile is not None
+        try:
+            self._policy.times.measured(CostCurve.of(self._profile))
+        except CurveError as error:
+            log.error("%s goes on without its cost curve: %s", self.seat.name, error)
+
+    # --- a turn -----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        rank = self._rank
+        for message in self.link.poll(self._wait_s):
+            try:
+                self.send_all(rank.on_message(message, time.monotonic()))
+            except UnexpectedMessageError as error:
+                self._num_unexpected += 1
+                log.warning("%s", error)
+        for peer in self.link.lost():
+            if peer.role == "ingress":
+                log.warning("%s: %s is gone, its requests end", self.seat.name, peer.name)
+                self.send_all(rank.abort_ingress(peer.name))
+        now = time.monotonic()
+        plan = rank.plan_step(now)
+        if plan is not None:
+            self._wait_s = 0.0
+            self._is_checked = False
+            self._step(plan)
+        elif rank.waiting_for_proposals and rank.deadline is not None:
+            self._wait_s = max(0.0, rank.deadline - now)
+        else:
+            self._wait_s = IDLE_TURN_S
+            self._rest()
+
+    def _step(self, plan: StepPlan) -> None:
+        rank = self._rank
+        attributes: dict[str, str | int] = {
+            tracing.ATTR_RANK: self.seat.name,
+            tracing.ATTR_STEP: plan.step,
+            tracing.ATTR_NUM_REQUESTS: plan.num_requests,
+            tracing.ATTR_BATCH_TOKENS: plan.batch_tokens,
+        }
+        started = time.perf_counter()
+        try:
+            with tracing.span(tracing.SPAN_STEP, attributes):
+                result = self._engine.step(plan)
+        except Exception as error:
+            self._num_engine_failures += 1
+            self._failures_in_a_row += 1
+            log.exception("%s: step %d failed", self.seat.name, plan.step)
+            self.send_all(rank.fail(plan, f"the target could not compute a step: {error}"))
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise
+            return
+        self._failures_in_a_row = 0
+        self.send_all(rank.apply(plan, result, time.monotonic(), time.perf_counter() - started))
+        report = rank.report
+        assert report is not None
+        self._policy.times.fold(
+            report.num_requests,
+            report.batch_tokens,
+            report.num_prefill_tokens,
+            report.step_time_s + report.draft_wait_s,
+        )
+
+    def _rest(self) -> None:
+        """Nothing runs: say so once, and check that everything is back at its baseline."""
+        rank = self._rank
+        if not rank.is_idle:
+            return
+        self.send_all(rank.report_idle())
+        if self._is_checked:
+            return
+        self._is_checked = True
+        self._num_idle_checks += 1
+        self._idle_problems = rank.check_idle()
+        self._num_idle_problems += len(self._idle_problems)
+        for problem in self._idle_problems:
+            log.error("%s: integrity: %s", self.seat.name, problem)
+
+    def meet(self, old: Peers, new: Peers) -> None:
+        rank = self._rank
+        usable = [d for d in new.drafters if d.spec.gamma == rank.limits.gamma]
+        for drafter in set(new.drafters) - set(usable):
+            log.error(
+                "%s offers blocks of gamma=%d, not %d: it is not used by %s",
+                *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
+            )
+        rank.set_drafters([drafter.endpoint for drafter in usable])
+        rank.allocator = new.allocator
+        drafting_changed = old.drafters != new.drafters
+        if drafting_changed and usable and self._profile is not None:
+            requests, seconds = zip(*usable[0].draft_times, strict=True)
+            draft_time_s = np.interp(self._profile.num_requests, requests, seconds)
+            self._profile = replace(self._profile, draft_time_s=draft_time_s)
+            self._learn_profile()
+        if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """A new allocator knows nothing; it gets the curve and the last report."""
+        rank = self._rank
+        assert rank.allocator is not None and self._profile is not None
+        self.link.send(rank.allocator, self._profile)
+        if rank.report is None:
+            self.send_all(rank.report_idle())
+        else:
+            self.link.send(rank.allocator, rank.report)
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Grant no more reservations; what was granted runs to its end."""
+        await self.on_loop(self._rank.drain)
+        self.enter("draining")
+
+    async def profile(self) -> RankProfile | None:
+        """The measured cost curve."""
+        return self._profile
+
+    async def explain(self, request_id: str) -> list[dict[str, Any]]:
+        """The last rounds of a request: survivals, lambda, K, scheduled, and which rule cut them (C11)."""
+        return await self.on_loop(
+            lambda: [
+                _explanation(decision, decision.request_ids.index(request_id))
+                for decision in self._rank.decisions
+                if request_id in decision.request_ids
+            ]
+        )
+
+    async def stats(self) -> dict[str, Any]:
+        """Counts since this incarnation started, and the verdict of the last idle check."""
+        return await self.on_loop(self._stats)
+
+    def _stats(self) -> dict[str, Any]:
+        rank = self._rank
+        book = rank.book
+        counters = {k: v for k, v in vars(rank.counters).items() if isinstance(v, int)}
+        acceptance = rank.counters.acceptance
+        return {
+            **counters,
+            "acceptance_length": acceptance.acceptance_length if acceptance.num_rounds else None,
+            "num_running": int(book.table.is_running.sum()) + len(book.prefilling),
+            "num_waiting": len(book.waiting),
+            "num_free_blocks": book.pool.num_free,
+            "num_blocks": book.pool.num_blocks,
+            "step_time_s": rank.step_time_s,
+            "is_idle": rank.is_idle,
+            "is_row_invariant": self._is_row_invariant,
+            "num_idle_checks": self._num_idle_checks,
+            "num_idle_problems": self._num_idle_problems,
+            "idle_problems": list(self._idle_problems),
+            "num_unexpected": self._num_unexpected,
+            "num_engine_failures": self._num_engine_failures,
+            "num_budgets_refused": rank.decider.budgets.num_refused,
+            "last_rule": rank.report.budget_rule if rank.report else "",
+            "link": asdict(self.link.counters),
+        }
+
+
+def _explanation(decision: StepDecision, row: int) -> dict[str, Any]:
+    return {
+        "step": decision.step,
+        "survivals": [round(float(s), 4) for s in decision.survivals[row]],
+        "min_survival": decision.choice.min_survival,
+        "max_draft_tokens": decision.choice.max_draft_tokens,
+        "rule": decision.choice.rule,
+        "verify_len": int(decision.verify_len[row]),
+        "cut_by": decision.cut_by(row),
+    }

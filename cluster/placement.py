@@ -1,0 +1,75 @@
+"""Where the actors go and how many threads each gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.schema import ClusterConfig
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named actor and the bundle of the placement group it lives in."""
+
+    name: str
+    bundle: int
+    num_threads: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One bundle for each rank and the drafters beside it, so that a proposal seldom leaves its machine."""
+
+    bundles: tuple[dict[str, float], ...]
+    targets: tuple[Slot, ...]
+    drafters: tuple[Slot, ...]
+
+    @property
+    def num_cpus(self) -> float:
+        return sum(bundle.get("CPU", 0.0) for bundle in self.bundles)
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(bundle.get("GPU", 0.0) for bundle in self.bundles)
+
+
+def plan_placement(config: ClusterConfig, cores_per_node: int, num_nodes: int = 1) -> Placement:
+    """Bundles and threads for `config` on nodes of this size."""
+    target, drafter = config.target, config.drafter
+    num_drafters = drafter.num_actors if config.model.drafter else 0
+    threads = plan_threads(config, cores_per_node, num_nodes)
+    targets = tuple(
+        Slot(f"target-{i}", i, threads[0], target.num_cpus, target.num_gpus)
+        for i in range(target.num_ranks)
+    )
+    drafters = tuple(
+        Slot(f"drafter-{i}", i % target.num_ranks, threads[1], drafter.num_cpus, drafter.num_gpus)
+        for i in range(num_drafters)
+    )
+    bundles: list[dict[str, float]] = [{} for _ in targets]
+    for slot in targets + drafters:
+        for resource, amount in (("CPU", slot.num_cpus), ("GPU", slot.num_gpus)):
+            if amount:
+                bundle = bundles[slot.bundle]
+                bundle[resource] = bundle.get(resource, 0.0) + amount
+    for bundle in bundles:
+        if not bundle:
+            bundle["CPU"] = 0.001  # Ray refuses an empty bundle
+    return Placement(tuple(bundles), targets, drafters)
+
+
+def plan_threads(config: ClusterConfig, cores_per_node: int, num_nodes: int = 1) -> tuple[int, int]:
+    """CPU threads of a rank and of a drafter; 0 in the configuration asks for this.
+
+    A rank and its drafter take turns, so both may use the same cores. Ranks run at the same time as other ranks,
+    and drafters as other drafters.
+    """
+    ranks_here = -(-config.target.num_ranks // num_nodes)
+    drafters_here = -(-config.drafter.num_actors // num_nodes)
+    of_target = config.target.num_threads or max(1, cores_per_node // ranks_here)
+    of_drafter = config.drafter.num_threads or max(
+        1, cores_per_node // max(ranks_here, drafters_here)
+    )
+    return of_target, of_drafter

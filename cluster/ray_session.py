@@ -1,0 +1,122 @@
+"""Starting, joining and leaving Ray, so that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+
+log = logging.getLogger(__name__)
+
+TOKEN_FILE = Path(".ray") / "auth_token"
+EXIT_GRACE_S = 15.0
+
+
+class RaySessionError(RuntimeError):
+    """Ray could not be started or joined; the message says what to do."""
+
+
+class RaySession:
+    """A Ray that this process starts, joins, or already has; in the last two cases it outlives us.
+
+    Every process found below this one while the session lives is remembered, because a process whose parent has
+    ended no longer shows whom it belonged to.
+
+    Args:
+        address: "host:port" of a running cluster; None starts one here.
+        namespace: for named actors.
+    """
+
+    def __init__(self, address: str | None, namespace: str) -> None:
+        self._address = address
+        self._namespace = namespace
+        self._strangers = set(psutil.Process().children(recursive=True))
+        self._processes: set[psutil.Process] = set()
+        self._was_there = ray.is_initialized()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it runs on this machine, for us alone."""
+        return self._address is None and not self._was_there
+
+    def open(self, num_cpus: float) -> None:
+        """Start Ray or join it.
+
+        Call it on the main thread: the processes of a local Ray end with the thread that started them.
+
+        Args:
+            num_cpus: CPUs that the actors reserve. They are a weight, not a limit, so a local Ray offers as many.
+
+        Raises:
+            RaySessionError: with the remedy.
+        """
+        if self._was_there:
+            return
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            if self._address is not None:
+                # A local start turns token authentication on by itself, joining by address does not.
+                maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+                ray.init(address=self._address, namespace=self._namespace, log_to_driver=False)
+                return
+            ray.init(
+                address="local",  # never a stale cluster that some file still names
+                namespace=self._namespace,
+                num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (RuntimeError, ValueError, ConnectionError, TimeoutError, OSError) as error:
+            raise RaySessionError(f"{self._what}: {error}; {self._remedy}") from error
+        _hide_token()
+
+    @property
+    def address(self) -> str:
+        return str(ray.get_runtime_context().gcs_address)
+
+    def remember_processes(self) -> None:
+        if self.is_local:
+            self._processes |= set(psutil.Process().children(recursive=True)) - self._strangers
+
+    def close(self) -> None:
+        """Leave Ray; when it is ours, end it and wait until its last process has gone."""
+        if self._was_there:
+            return
+        self.remember_processes()
+        ray.shutdown()
+        self.remember_processes()
+        _, alive = psutil.wait_procs(self._processes, timeout=EXIT_GRACE_S)
+        for process in alive:
+            log.warning("process %d of Ray did not end by itself", process.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=EXIT_GRACE_S)
+
+    @property
+    def _what(self) -> str:
+        return f"address={self._address!r}" if self._address else "a local Ray could not start"
+
+    @property
+    def _remedy(self) -> str:
+        if self._address:
+            return (
+                "check the address, and that RAY_AUTH_MODE and ~/.ray/auth_token are the cluster's"
+            )
+        return "look at free memory and at the logs below RAY_TMPDIR (by default /tmp/ray)"
+
+
+def _hide_token() -> None:
+    """Ray writes its token readable for everybody on this machine."""
+    token = Path.home() / TOKEN_FILE
+    with contextlib.suppress(OSError):
+        if token.is_file() and token.stat().st_mode & 0o077:
+            token.chmod(0o600)

@@ -1,0 +1,167 @@
+"""What the supervisor knows of every part of the cluster, and the tables it makes of that. No Ray, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from actors.core.messages import Endpoint, RankRoute, RoutingTable
+from actors.engine.base import DrafterSpec, TargetSpec
+from actors.link import Role
+from actors.shell import Description, DrafterFacts, Peers, Phase
+
+T = TypeVar("T")
+State = Literal["starting", "ready", "draining", "dead"]
+
+_STATE_OF: dict[Phase, State] = {
+    "starting": "starting",
+    "loading": "starting",
+    "measuring": "starting",
+    "ready": "ready",
+    "draining": "draining",
+    "stopped": "dead",
+    "failed": "dead",
+}
+MISSES_UNTIL_DEAD = 3  # silent pings; a call that fails because the process ended counts at once
+
+
+@dataclass
+class Member:
+    """One named actor of the cluster."""
+
+    name: str
+    role: Role
+    state: State = "starting"
+    reason: str = "not heard of yet"
+    last: Description | None = None
+    num_misses: int = 0
+    num_restarts: int = 0
+    last_failure: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state in ("ready", "draining") and self.last is not None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        if self.last is None or self.last.endpoint is None:
+            return Endpoint(self.name, self.role, "", "", "")
+        return self.last.endpoint
+
+
+class RouteBook:
+    """Hears of every member and keeps a version that rises whenever something changes for the others.
+
+    Args:
+        members: (name, role) of all actors that should exist.
+        first_version: higher than any a predecessor can have published.
+    """
+
+    def __init__(self, members: Sequence[tuple[str, Role]], first_version: int) -> None:
+        self.members = {name: Member(name, role) for name, role in members}
+        self.version = first_version
+        self._seen = self._snapshot()
+
+    def hear(self, description: Description) -> None:
+        """A member has answered."""
+        member = self.members[description.name]
+        last = member.last
+        if last is not None and last.pid != description.pid:
+            member.num_restarts += 1
+        member.last = description
+        member.num_misses = 0
+        member.state = _STATE_OF[description.phase]
+        member.reason = ""
+        if member.state in ("starting", "dead"):
+            member.reason = f"{description.phase} {description.detail}".strip()
+        if description.phase == "failed":
+            member.last_failure = description.detail
+        self._notice()
+
+    def miss(self, name: str, reason: str, has_ended: bool) -> None:
+        """A member did not answer; `has_ended`: because its process is gone, not because it was slow."""
+        member = self.members[name]
+        member.num_misses += 1
+        if member.last is None and not has_ended:
+            member.reason = reason  # it may still wait for a place
+        elif has_ended or member.num_misses >= MISSES_UNTIL_DEAD:
+            member.state = "dead"
+            member.reason = member.last_failure or reason
+        self._notice()
+
+    def blame(self, name: str, cause: str) -> None:
+        """A member says why it ends."""
+        self.members[name].last_failure = cause
+
+    def table(self) -> RoutingTable:
+        """What the ingress polls."""
+        specs = [m.last.spec for m in self._of("target") if m.is_usable and m.last]
+        lengths = [spec.max_model_len for spec in specs if isinstance(spec, TargetSpec)]
+        return RoutingTable(
+            version=self.version,
+            ranks=tuple(RankRoute(m.endpoint, m.state, m.reason) for m in self._of("target")),
+            allocator=self._allocator(),
+            max_model_len=min(lengths, default=0),
+        )
+
+    def peers_of(self, name: str) -> Peers:
+        """Whom this member may talk to."""
+        member = self.members[name]
+        drafters: tuple[DrafterFacts, ...] = ()
+        if member.role == "target":
+            ranks = self._of("target")
+            drafters = assigned(
+                ranks.index(member), len(ranks), [_facts(m) for m in self._of("drafter")]
+            )
+        return Peers(
+            version=self.version,
+            ranks=tuple(m.endpoint for m in self._of("target") if m.is_usable),
+            drafters=drafters,
+            allocator=self._allocator(),
+        )
+
+    def behind(self) -> list[Member]:
+        """Members that can be told about the current version and have not taken it over."""
+        return [
+            m
+            for m in self.members.values()
+            if m.is_usable and m.last is not None and m.last.peers_version != self.version
+        ]
+
+    def _of(self, role: Role) -> list[Member]:
+        return [member for member in self.members.values() if member.role == role]
+
+    def _allocator(self) -> Endpoint | None:
+        return next((m.endpoint for m in self._of("allocator") if m.is_usable), None)
+
+    def _snapshot(self) -> list[tuple[str, State, Endpoint]]:
+        return [(m.name, m.state, m.endpoint) for m in self.members.values()]
+
+    def _notice(self) -> None:
+        snapshot = self._snapshot()
+        if snapshot != self._seen:
+            self._seen = snapshot
+            self.version += 1
+
+
+def assigned(index: int, num_ranks: int, drafters: Sequence[T | None]) -> tuple[T, ...]:
+    """The drafters of rank `index`, spread evenly; a rank whose own are all gone (None) borrows one.
+
+    With more drafters than ranks a rank has several, with fewer it shares one.
+    """
+    own = [index % len(drafters)] if drafters else []
+    if len(drafters) > num_ranks:
+        own = list(range(index, len(drafters), num_ranks))
+    alive = tuple(drafter for i in own if (drafter := drafters[i]) is not None)
+    if alive:
+        return alive
+    others = [drafter for drafter in drafters if drafter is not None]
+    return (others[index % len(others)],) if others else ()
+
+
+def _facts(member: Member) -> DrafterFacts | None:
+    last = member.last
+    if member.state != "ready" or last is None or not isinstance(last.spec, DrafterSpec):
+        return None
+    return DrafterFacts(member.endpoint, last.spec, last.draft_times)

@@ -1,0 +1,165 @@
+"""The actor that keeps the desired state: it watches every part, and tells all others when one has changed.
+
+Ray restarts a process that ended; the supervisor notices, learns the new endpoint and publishes it. It kills a
+process whose loop stands still, so that Ray restarts that one too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from actors.core.messages import RoutingTable
+from actors.link import Membership, Role
+from cluster.routing import Member, RouteBook
+
+log = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 0.5
+PING_TIMEOUT_S = 2.0
+HANG_AFTER_S = 120.0  # a loop that has not come round for so long stands still
+STATS_TIMEOUT_S = 10.0
+
+
+class Supervisor:
+    """Named "supervisor"; one for the cluster.
+
+    Args:
+        members: (name, role) of every actor to watch.
+        membership: handed to whoever joins the cluster's links.
+        host: address links listen on; None: each node's own.
+        namespace: where the actors are named.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[str, Role]],
+        membership: Membership,
+        host: str | None,
+        namespace: str,
+    ) -> None:
+        # A later incarnation starts above every version of an earlier one.
+        self._book = RouteBook(members, first_version=int(time.time()))
+        self._membership = membership
+        self._host = host
+        self._namespace = namespace
+        self._handles: dict[str, Any] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._num_killed = 0
+
+    async def routing(self) -> RoutingTable:
+        """The current table; the ingress polls it."""
+        self._watch()
+        return self._book.table()
+
+    async def join(self) -> tuple[Membership, str | None]:
+        """Keys and listening address for a process that opens a link of its own."""
+        return self._membership, self._host
+
+    async def status(self) -> dict[str, Any]:
+        """Every member: state, reason, restarts, process."""
+        self._watch()
+        return {
+            "version": self._book.version,
+            "num_killed": self._num_killed,
+            "is_settled": not self._book.behind(),
+            "members": [_status(member) for member in self._book.members.values()],
+        }
+
+    async def stats(self) -> dict[str, Any]:
+        """The counters of every member that answers."""
+        names = [m.name for m in self._book.members.values() if m.is_usable]
+        answers = await asyncio.gather(
+            *(self._ask(name, "stats", STATS_TIMEOUT_S) for name in names), return_exceptions=True
+        )
+        return {
+            name: {"error": repr(answer)} if isinstance(answer, BaseException) else answer
+            for name, answer in zip(names, answers, strict=True)
+        }
+
+    async def report_failure(self, name: str, cause: str) -> None:
+        """A member says why its process ends."""
+        log.error("%s ends: %s", name, cause)
+        self._book.blame(name, cause)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Begin with the first call: only then there is a running loop."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            started = time.monotonic()
+            try:
+                await asyncio.gather(*(self._ping(m) for m in self._book.members.values()))
+                await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
+            except Exception:
+                log.exception("a round of the supervisor failed")
+            await asyncio.sleep(max(0.0, started + PING_INTERVAL_S - time.monotonic()))
+
+    async def _ping(self, member: Member) -> None:
+        try:
+            description = await self._ask(member.name, "describe", PING_TIMEOUT_S)
+        except (ActorDiedError, ActorUnavailableError) as error:
+            self._book.miss(member.name, f"its process ended: {_first_line(error)}", has_ended=True)
+        except ValueError:
+            self._book.miss(
+                member.name, "there is no such actor", has_ended=member.last is not None
+            )
+        except (TimeoutError, RayError) as error:
+            self._book.miss(member.name, f"does not answer: {_first_line(error)}", has_ended=False)
+        else:
+            self._book.hear(description)
+            if member.is_usable and description.turn_age_s > HANG_AFTER_S:
+                self._kill(member, description.turn_age_s)
+
+    def _kill(self, member: Member, age_s: float) -> None:
+        cause = f"its loop stood still for {age_s:.0f} s"
+        log.error("%s: %s; Ray starts it again", member.name, cause)
+        self._book.blame(member.name, cause)
+        self._num_killed += 1
+        ray.kill(self._handles[member.name], no_restart=False)
+
+    async def _tell(self, member: Member) -> None:
+        try:
+            await self._ask(
+                member.name, "connect", PING_TIMEOUT_S, self._book.peers_of(member.name)
+            )
+        except (TimeoutError, RayError) as error:
+            log.warning("%s was not told of version %d: %r", member.name, self._book.version, error)
+
+    async def _ask(self, name: str, method: str, timeout_s: float, *arguments: Any) -> Any:
+        handle = self._handles.get(name)
+        if handle is None:
+            handle = self._handles[name] = ray.get_actor(name, namespace=self._namespace)
+        return await asyncio.wait_for(getattr(handle, method).remote(*arguments), timeout_s)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _status(member: Member) -> dict[str, Any]:
+    last = member.last
+    return {
+        "name": member.name,
+        "role": member.role,
+        "state": member.state,
+        "reason": member.reason,
+        "num_restarts": member.num_restarts,
+        "last_failure": member.last_failure,
+        "phase": last.phase if last else "starting",
+        "detail": last.detail if last else "",
+        "pid": last.pid if last else 0,
+        "node_ip": last.node_ip if last else "",
+        "spec": asdict(last.spec) if last and last.spec else None,
+    }
