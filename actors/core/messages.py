@@ -41,10 +41,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Ask for room: KV for `prompt_len + max_new_tokens` tokens and a place in the queue.
-
-    For a replay `prompt_len` includes the prior tokens, and `max_new_tokens` counts only those still to come.
-    """
+    """Ask for KV for `prompt_len` tokens, prior ones included, plus `max_new_tokens` to come, and a place in line."""
 
     request_id: str
     reply_to: Endpoint
@@ -81,11 +78,10 @@ class AbortRequest:
 
 @dataclass(frozen=True)
 class ProposalBatch:
-    """Draft blocks of several requests (N of them), from one drafter.
+    """Draft blocks of several requests (N of them), from the drafter with the endpoint name `drafter`.
 
-    `drafter` is the name of its endpoint: the rank drops blocks of any other than the one it asked. `q_ids` / `q_probs`
-    are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of greedy requests hold
-    `q_ids[:, :, 0] == draft_token_ids` and probability one there.
+    `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
+    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there.
     """
 
     drafter: str
@@ -222,21 +218,17 @@ class ReservationReply:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one request. `first_index` counts output tokens from the start of the stream, prior ones too.
-
-    A stop token is included, as the last one, when `finish_reason` is "stop": it counts, but shows no text.
-    `num_accepted` counts drafted tokens that entered the stream.
-    """
+    """New tokens of one request. `first_index` counts output tokens from the start of the stream, prior ones too."""
 
     request_id: str
     generation: int
     first_index: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # a stop token too: it counts, without text
     finish_reason: FinishReason | None = None
     num_rounds: int = 0  # cumulative for the request on this rank
     num_proposed: int = 0
     num_scheduled: int = 0
-    num_accepted: int = 0
+    num_accepted: int = 0  # those that entered the stream
     error: str = ""
 
 
