@@ -100,6 +100,10 @@ class ScriptedTarget:
         if not plan.samples[row]:
             return 0, -1
         verify_len = int(plan.verify_len[row])
+        if plan.draft is not None:
+            # The scripted drafter's q is one-hot on its tokens: it must lie beside them.
+            q_ids = plan.draft.q_ids[row, :verify_len, 0]
+            assert q_ids.tolist() == cached[len(cached) - verify_len :]
         prefix = cached[: len(cached) - verify_len]
         for accepted in range(verify_len + 1):
             own = true_token(prefix)
