@@ -27,7 +27,8 @@ from actors.drafter import DrafterActor
 from actors.link import Membership, Role
 from actors.shell import Seat
 from actors.target import TargetActor
-from cluster.parts import Parts
+from cluster.app import IngressStartError
+from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import Placement, Slot, plan_placement
 from cluster.ray_session import RaySession, RaySessionError
 from cluster.supervisor import Supervisor
@@ -102,8 +103,10 @@ def launch(
 
     placement = plan_placement(config, os.cpu_count() or 1)
     try:
+        running.parts.fetch_model(config)
+        os.environ.update(running.parts.environment(config))  # Serve reads it when it is imported
         session.open(placement.num_cpus + INGRESS_CPUS)
-    except RaySessionError as error:
+    except (RaySessionError, ModelNotFoundError, IngressStartError) as error:
         raise LaunchError(str(error)) from error
     note("Ray is up")
     if not session.is_local:

@@ -1,41 +1,157 @@
-"""The exchangeable parts of a cluster: what computes, and what answers HTTP. Imports torch only inside the actors."""
+"""The exchangeable parts of a cluster: what computes, and what answers HTTP. Only the actors import torch."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from actors.drafter import DrafterEngineFactory
 from actors.engine.base import DrafterEngine, TargetEngine
 from actors.shell import Seat
 from actors.target import MeasureSteps, StepTimes, TargetEngineFactory
+from cluster.profile_cache import cached_step_times
 from configs.schema import ClusterConfig
+
+_FETCH = """
+import sys
+from actors.engine.checkpoint import find_model
+from actors.engine.weights import CheckpointError
+try:
+    print(find_model(sys.argv[1]))
+except CheckpointError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+class ModelNotFoundError(RuntimeError):
+    """The model or its drafter is not there and cannot be fetched."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Functions that are sent to the actors by name, so they must be importable there."""
+    """What `launch` puts together. The engines' functions are sent to the actors by name."""
 
     target_engine: TargetEngineFactory
     drafter_engine: DrafterEngineFactory
     measure_steps: MeasureSteps
     run_ingress: Callable[[ClusterConfig], str]
     stop_ingress: Callable[[], None]
+    environment: Callable[[ClusterConfig], dict[str, str]] = lambda _config: {}
+    fetch_model: Callable[[ClusterConfig], None] = lambda _config: None
 
     @classmethod
     def real(cls) -> Parts:
-        from cluster.app import run_ingress, stop_ingress
+        from cluster.app import run_ingress, serve_environment, stop_ingress
 
-        return cls(target_engine, drafter_engine, measure_steps, run_ingress, stop_ingress)
+        return cls(
+            target_engine,
+            drafter_engine,
+            measure_steps,
+            run_ingress,
+            stop_ingress,
+            environment=lambda config: serve_environment(config.ingress),
+            fetch_model=fetch_model,
+        )
+
+
+# --- in the driver ----------------------------------------------------------------------------------------------------
+
+
+def fetch_model(config: ClusterConfig) -> None:
+    """Have the model on this machine before the actors ask for it, with the progress on our stderr.
+
+    In a process of its own: the driver stays free of torch.
+
+    Raises:
+        ModelNotFoundError: saying what was looked for.
+    """
+    if Path(config.model.path).expanduser().is_dir():
+        return
+    found = subprocess.run(
+        [sys.executable, "-c", _FETCH, config.model.path], stdout=subprocess.PIPE, text=True
+    )
+    if found.returncode:
+        lines = found.stdout.strip().splitlines() or [f"exit status {found.returncode}"]
+        raise ModelNotFoundError(lines[-1])
+
+
+# --- in the actors ----------------------------------------------------------------------------------------------------
 
 
 def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
-    raise NotImplementedError
+    """The target with the taps its drafter wants."""
+    import torch
+
+    from actors.engine.target_engine import load_engine
+
+    torch.set_num_threads(seat.num_threads)
+    return load_engine(config, _tap_layer_ids(config), progress=False)
 
 
 def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:
-    raise NotImplementedError
+    """The drafter, cut to the configured block; its proposals carry the name of its seat."""
+    import torch
+
+    from actors.engine.checkpoint import find_model
+    from actors.engine.drafters.engine import DrafterOptions
+    from actors.engine.drafters.serve import load_engine
+    from actors.engine.target_engine import DTYPES
+
+    torch.set_num_threads(seat.num_threads)
+    options = DrafterOptions(
+        name=seat.name,
+        gamma=config.drafter.gamma,
+        draft_top_k=config.drafter.draft_top_k,
+        dtype=DTYPES[config.model.dtype],
+        device=config.model.device,
+    )
+    folder = drafter_folder(config)
+    assert folder is not None, "there is no drafter actor without a drafter"
+    return load_engine(folder, find_model(config.model.path, progress=False), options)
 
 
 def measure_steps(engine: TargetEngine, config: ClusterConfig) -> StepTimes:
-    raise NotImplementedError
+    """Times of complete steps of this engine on this machine, from the cache where they are known."""
+    from actors.engine.bench import profile_step_times
+    from actors.engine.target_engine import TorchTargetEngine
+
+    assert isinstance(engine, TorchTargetEngine)
+    return cached_step_times(engine.spec, config, lambda: profile_step_times(engine, config))
+
+
+def drafter_folder(config: ClusterConfig) -> Path | None:
+    """The directory of the configured drafter; None when there is to be no speculation.
+
+    Raises:
+        ModelNotFoundError: it is not there.
+    """
+    from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
+
+    drafter, model = config.model.drafter, config.model.path
+    if drafter is None:
+        return None
+    folders = [Path(drafter).expanduser()]
+    if drafter == "bundled":
+        folders = [BUNDLED_MODELS_DIR / model / "drafter"] if "/" not in model else []
+        folders.append(find_model(model, progress=False) / "drafter")
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    raise ModelNotFoundError(
+        f"model.drafter={drafter!r}: no drafter in {folders[-1]}; train one, name its directory, "
+        "or set model.drafter=null for plain decoding"
+    )
+
+
+def _tap_layer_ids(config: ClusterConfig) -> tuple[int, ...]:
+    from actors.engine.drafters.config import DSparkConfig
+    from actors.engine.weights import read_config
+
+    folder = drafter_folder(config)
+    if folder is None:
+        return ()
+    return DSparkConfig.parse(read_config(folder)).target_layer_ids
