@@ -1,0 +1,289 @@
+"""What a target checkpoint is: `config.json` of the decoder family as typed facts, and its tensors by role.
+
+Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral differ in biases, q/k norms and the feed-forward part only; a `ModelConfig`
+says which of these a model has, so that nothing after this module asks for an architecture's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from actors.engine.weights import CheckpointError, check_names, read_config
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+)
+BUNDLED_MODELS_DIR = Path(__file__).resolve().parents[2] / "configs" / "models"
+
+
+class UnsupportedModelError(CheckpointError):
+    """The model is of a kind this engine does not compute; the message names the setting."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, and how frequencies are stretched beyond the trained length."""
+
+    theta: float
+    kind: str = "default"  # default | linear | llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Routed experts of the sparse layers."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalise_top_k: bool
+    sparse_layers: tuple[bool, ...]  # [num_layers]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the family, as its `config.json` describes it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    moe: MoeConfig | None
+    eos_token_ids: tuple[int, ...]
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.sparse_layers[layer]
+
+
+def model_config(model_dir: Path) -> ModelConfig:
+    """Read and check `config.json` of `model_dir`.
+
+    Raises UnsupportedModelError for a model outside the family and CheckpointError for a field that is absent or of
+    the wrong type; both name the field.
+    """
+    raw = read_config(model_dir)
+    architecture = str((raw.get("architectures") or ["?"])[0])
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{model_dir}: architectures={raw.get('architectures')}: use one of {', '.join(ARCHITECTURES)}"
+        )
+    fields = _Fields(raw, model_dir)
+    _refuse_unsupported(raw, fields)
+    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{model_dir}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
+    has_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=fields.count("head_dim", hidden // heads),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=_rope_config(raw, fields),
+        max_position=fields.count("max_position_embeddings"),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        output_bias=has_bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture.startswith("Qwen3"),
+        moe=_moe_config(raw, fields, architecture),
+        eos_token_ids=_eos_token_ids(raw, model_dir),
+    )
+
+
+class _Fields:
+    """Typed reads from `config.json`."""
+
+    def __init__(self, raw: Mapping[str, Any], model_dir: Path) -> None:
+        self._raw, self._where = raw, model_dir / "config.json"
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self._raw.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self._where}: {name}={value!r} must be a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._raw.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"{self._where}: {name}={value!r} must be a positive number")
+        return float(value)
+
+    def refuse(self, name: str, value: object, remedy: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._where}: {name}={value!r} is not supported; {remedy}")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], fields: _Fields) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise fields.refuse("hidden_act", raw["hidden_act"], "this family uses silu")
+    window = raw.get("sliding_window")
+    if window is not None and raw.get("use_sliding_window", True):
+        raise fields.refuse("sliding_window", window, "use a model with full attention")
+    if raw.get("quantization_config") is not None:
+        raise fields.refuse(
+            "quantization_config", raw["quantization_config"], "use an fp32 or bf16 checkpoint"
+        )
+
+
+def _rope_config(raw: Mapping[str, Any], fields: _Fields) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
+    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    given = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **scaling}, fields._where.parent)
+    theta = given.number("rope_theta")
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    if kind == "default":
+        return RopeConfig(theta)
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "use 1.0")
+    if kind == "linear":
+        return RopeConfig(theta, kind, given.number("factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            given.number("factor"),
+            given.number("low_freq_factor"),
+            given.number("high_freq_factor"),
+            given.count("original_max_position_embeddings"),
+        )
+    raise fields.refuse("rope_type", kind, "use default, linear or llama3")
+
+
+def _moe_config(raw: Mapping[str, Any], fields: _Fields, architecture: str) -> MoeConfig | None:
+    layers = fields.count("num_hidden_layers")
+    if architecture == "MixtralForCausalLM":
+        return MoeConfig(
+            fields.count("num_local_experts"),
+            fields.count("num_experts_per_tok"),
+            fields.count("intermediate_size"),
+            normalise_top_k=True,
+            sparse_layers=(True,) * layers,
+        )
+    if architecture != "Qwen3MoeForCausalLM":
+        return None
+    name = "num_experts" if "num_experts" in raw else "num_local_experts"
+    step = fields.count("decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers") or ())
+    return MoeConfig(
+        fields.count(name),
+        fields.count("num_experts_per_tok"),
+        fields.count("moe_intermediate_size"),
+        normalise_top_k=bool(raw.get("norm_topk_prob", False)),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    )
+
+
+def _eos_token_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
+    """From `generation_config.json` where it says so, else from `config.json`."""
+    path = model_dir / "generation_config.json"
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    ids = value.get("eos_token_id", raw.get("eos_token_id"))
+    if ids is None:
+        return ()
+    return tuple(int(i) for i in (ids if isinstance(ids, list) else [ids]))
+
+
+def find_model(path: str, *, progress: bool = True) -> Path:
+    """The directory of the model called `path`.
+
+    A folder name under `configs/models/`, a directory, or a hub id `owner/name`, which is fetched with
+    `huggingface_hub` (nothing else reaches the network, except the first conversion of the bundled model).
+    Raises CheckpointError when it is none of these or cannot be fetched.
+    """
+    bundled = BUNDLED_MODELS_DIR / path
+    if "/" not in path and (bundled / "config.json").is_file():
+        if any(bundled.glob("*.safetensors")):
+            return bundled
+        from actors.engine import gguf_import  # needs gguf: only where the bundled model is used
+
+        if path == gguf_import.MODEL_NAME:
+            return gguf_import.ensure_smollm2(progress=progress)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"model.path={path!r} is no folder under configs/models, no directory and no hub id (owner/name)"
+        )
+    return _fetch(path)
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # only for a hub id
+
+    try:
+        found = snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except Exception as error:  # its many errors share no base class
+        raise CheckpointError(
+            f"model.path={hub_id!r} could not be fetched ({error}); check the name, or give a directory"
+        ) from error
+    return Path(found)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Refuse a checkpoint with a missing or unexpected tensor; raises CheckpointError naming it."""
+    wanted = {"model.embed_tokens.weight", "model.norm.weight"}
+    if not config.tied_embeddings:
+        wanted.add("lm_head.weight")
+    for layer in range(config.num_layers):
+        wanted |= {f"model.layers.{layer}.{name}" for name in _layer_names(config, layer)}
+    # Written by old versions of transformers, never needed: tied heads, frequencies.
+    optional = {n for n in tensors if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+    check_names(tensors, wanted, optional)
+
+
+def _layer_names(config: ModelConfig, layer: int) -> list[str]:
+    names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    names += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    names += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
+    names += ["self_attn.o_proj.bias"] if config.output_bias else []
+    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if config.qk_norm else []
+    if not config.is_sparse(layer):
+        kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+        return names + [f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in kinds]
+    assert config.moe is not None
+    router, experts, parts = expert_names(config)
+    names.append(router)
+    return names + [f"{experts}.{e}.{p}" for e in range(config.moe.num_experts) for p in parts]
+
+
+def expert_names(config: ModelConfig) -> tuple[str, str, tuple[str, str, str]]:
+    """Names inside a sparse layer: the router, the experts' prefix, and (gate, up, down) of one expert."""
+    if config.architecture == "MixtralForCausalLM":
+        block = "block_sparse_moe"
+        return f"{block}.gate.weight", f"{block}.experts", ("w1.weight", "w3.weight", "w2.weight")
+    parts = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    return "mlp.gate.weight", "mlp.experts", parts

@@ -1,0 +1,50 @@
+"""Whether a loaded model gives a row the same bits whatever is computed beside it, found by trying."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.engine.trial import Int, TrialSequences
+
+if TYPE_CHECKING:
+    from actors.engine.target_engine import TorchTargetEngine
+
+NUM_ROWS = 8
+CHECKED_TOKENS = 6  # a verification round of gamma = 5
+SHORT_CONTEXT, LONG_CONTEXT = 21, 90
+
+
+def rows_are_invariant(engine: TorchTargetEngine) -> bool:
+    """Compare, bitwise, the logits of the same tokens computed one by one, as one query, within one long prefill, and
+    in a batch of eight with shorter and longer neighbours."""
+    limit = engine.spec.max_model_len - CHECKED_TOKENS
+    contexts = [min(limit, SHORT_CONTEXT)] * 2 + [min(limit, LONG_CONTEXT)] * (NUM_ROWS - 2)
+    generator = np.random.default_rng(0)
+    ids = [generator.integers(0, engine.spec.vocab_size, n + CHECKED_TOKENS) for n in contexts]
+    blocks = NUM_ROWS * -(-max(len(i) for i in ids) // engine.store.block_size)
+    beside = TrialSequences(engine.sibling(blocks), ids)
+    beside.logits({row: n for row, n in enumerate(contexts) if row})
+    beside.logits({0: contexts[0]})
+    queries = [CHECKED_TOKENS, 1, 2, 3, 1, 4, 1, CHECKED_TOKENS]
+    together = beside.logits(dict(enumerate(queries)))
+    return all(
+        torch.equal(together[row], want[: len(together[row])])
+        for row in (0, 1, NUM_ROWS - 1)
+        for want in _alone(engine, ids[row])
+    )
+
+
+def _alone(engine: TorchTargetEngine, ids: Int) -> list[Tensor]:
+    """Logits of the last CHECKED_TOKENS tokens: one by one after two chunks, and within one prefill."""
+    blocks = -(-len(ids) // engine.store.block_size)
+    context = len(ids) - CHECKED_TOKENS
+    stepwise, at_once = (TrialSequences(engine.sibling(blocks), [ids]) for _ in range(2))
+    first_chunk = context // 3
+    stepwise.logits({0: first_chunk})
+    stepwise.logits({0: context - first_chunk})
+    one_by_one = torch.cat([stepwise.logits({0: 1})[0] for _ in range(CHECKED_TOKENS)])
+    return [one_by_one, at_once.logits({0: len(ids)})[0][context:]]

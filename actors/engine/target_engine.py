@@ -1,0 +1,199 @@
+"""The target: a step plan in, accepted lengths, next tokens and features out."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from actors.core.layout import StepPlan, StepResult
+from actors.engine.base import TargetSpec
+from actors.engine.checkpoint import ModelConfig, find_model, model_config
+from actors.engine.row_invariance import rows_are_invariant
+from actors.engine.target_model import StepInputs, TargetModel
+from actors.engine.weights import Checkpoint, CheckpointError
+from configs.schema import ClusterConfig
+from kernels.kv_store import KvStore
+from kernels.ragged_attention import Tiling, attention_layout, ragged_rows
+from kernels.rejection import verify, verify_batch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HASHED_BYTES = 1 << 20  # of both ends of a weight file: a hub model would take minutes in full
+
+
+class TorchTargetEngine:
+    """A model with its paged K/V. Implements `TargetEngine`.
+
+    Args:
+        model: weights and forward.
+        store: K/V, owned by this engine.
+        spec: facts; `tap_layer_ids` are the layers whose outputs become features.
+    """
+
+    def __init__(self, model: TargetModel, store: KvStore, spec: TargetSpec) -> None:
+        self.model, self.store, self.spec = model, store, spec
+        self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """See `TargetEngine.step`."""
+        hidden, taps = self._forward(plan)
+        decided = verify_batch(plan, self.model.device)
+        if len(decided.token_rows):
+            logits = self.model.logits(hidden.index_select(0, decided.token_rows))
+            num_accepted, next_token = verify(logits, decided)
+            accepted, following = (
+                t.to(torch.int32).cpu().numpy() for t in (num_accepted, next_token)
+            )
+        else:
+            accepted = np.zeros(plan.num_requests, np.int32)
+            following = np.full(plan.num_requests, -1, np.int32)
+        return StepResult(accepted, following, None if taps is None else as_numpy(taps))
+
+    @torch.inference_mode()
+    def all_logits(self, plan: StepPlan) -> Tensor:
+        """Logits of every token of the step [B, vocab_size], K/V written: for comparing, not for serving."""
+        return self.model.logits(self._forward(plan)[0])
+
+    def check_row_invariance(self) -> bool:
+        """See `TargetEngine.check_row_invariance`. Uses K/V of its own; takes about a second."""
+        return rows_are_invariant(self)
+
+    def sibling(self, num_blocks: int) -> TorchTargetEngine:
+        """The same model and numerics over `num_blocks` K/V blocks of its own."""
+        return TorchTargetEngine(
+            self.model, new_store(self.model, num_blocks, self.store.block_size), self.spec
+        )
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        inputs = self.inputs(plan)
+        hidden, taps = self.model.forward(inputs, self.store, self.spec.tap_layer_ids)
+        num = plan.batch_tokens
+        return hidden[:num], None if taps is None else taps[:num]
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """The plan on the device, with its attention laid out."""
+        device = self.model.device
+        token_ids, positions, slots = plan.token_ids, plan.positions, plan.slot_mapping
+        cu_query_len = plan.cu_query_len
+        if plan.batch_tokens < self.model.min_rows:
+            # A lone token is computed twice, as two queries of its row that are the same token.
+            repeats = self.model.min_rows
+            token_ids, positions, slots = (
+                np.repeat(a, repeats) for a in (token_ids, positions, slots)
+            )
+            cu_query_len = np.array([0, repeats], np.int32)
+        rows = ragged_rows(cu_query_len, positions, plan.context_len, plan.block_tables)
+        config = self.model.config
+        layout = attention_layout(
+            rows,
+            self.store,
+            config.num_heads // config.num_kv_heads,
+            self.tiling,
+            self.model.embedding,
+        )
+        ids, places, targets = (
+            torch.from_numpy(a.astype(np.int64)).to(device) for a in (token_ids, positions, slots)
+        )
+        return StepInputs(ids, places, targets, layout)
+
+
+def as_numpy(features: Tensor) -> npt.NDArray[np.uint16] | npt.NDArray[np.float32]:
+    """bf16 as its bits in uint16, fp32 as it is."""
+    if features.dtype == torch.bfloat16:
+        bits: npt.NDArray[np.uint16] = features.view(torch.int16).cpu().numpy().view(np.uint16)
+        return bits
+    values: npt.NDArray[np.float32] = features.float().cpu().numpy()
+    return values
+
+
+def new_store(model: TargetModel, num_blocks: int, block_size: int) -> KvStore:
+    config = model.config
+    return KvStore(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        num_blocks,
+        block_size,
+        model.dtype,
+        model.device,
+    )
+
+
+def load_engine(
+    config: ClusterConfig, tap_layer_ids: tuple[int, ...] = (), *, progress: bool = True
+) -> TorchTargetEngine:
+    """Load the target of a cluster; the calling thread's torch thread count is taken as it is.
+
+    Args:
+        tap_layer_ids: 0-based layers whose outputs the drafter wants.
+        progress: show a bar when the bundled model is converted for the first time.
+
+    Raises CheckpointError (UnsupportedModelError) naming the field or tensor that does not fit.
+    """
+    model_dir = find_model(config.model.path, progress=progress)
+    facts = model_config(model_dir)
+    _check_fit(facts, config, tap_layer_ids)
+    device = torch.device(config.model.device)
+    dtype = DTYPES[config.model.dtype]
+    model = TargetModel(
+        facts,
+        Checkpoint(model_dir),
+        dtype,
+        device,
+        config.model.numerics,
+        config.model.max_model_len,
+    )
+    block_size = config.target.block_size
+    num_blocks = config.target.kv_cache_tokens // block_size
+    spec = TargetSpec(
+        name=config.model.name,
+        architecture=facts.architecture,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        max_model_len=config.model.max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+        tap_layer_ids=tuple(tap_layer_ids),
+        dtype=config.model.dtype,
+        device=config.model.device,
+        numerics=config.model.numerics,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        identity=identity(model_dir, config),
+    )
+    return TorchTargetEngine(model, new_store(model, num_blocks, block_size), spec)
+
+
+def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:
+    if config.model.max_model_len > facts.max_position:
+        raise CheckpointError(
+            f"model.max_model_len={config.model.max_model_len} is beyond the {facts.max_position} positions of "
+            f"{config.model.path}; lower it"
+        )
+    beyond = [i for i in tap_layer_ids if not 0 <= i < facts.num_layers]
+    if beyond:
+        raise CheckpointError(
+            f"the drafter taps layers {beyond}, {config.model.path} has {facts.num_layers}; "
+            "use a drafter made for this model"
+        )
+
+
+def identity(model_dir: Path, config: ClusterConfig) -> str:
+    """A hash of what step times depend on: weights, dtype, device, numerics, block size, threads."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(HASHED_BYTES))
+            stream.seek(max(0, size - HASHED_BYTES))
+            digest.update(stream.read())
+    name = torch.cuda.get_device_name() if config.model.device == "cuda" else "cpu"
+    facts = (config.model.dtype, name, config.model.numerics, config.target.block_size)
+    digest.update(f"{facts} {torch.get_num_threads()}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,244 @@
+"""The decoder family as one flattened forward: every op sees all B tokens of a step, whichever request they are of.
+
+Rows of q and k are stored so that the two halves a rotary embedding turns against each other lie side by side; a
+rotation is then one complex product. Nothing outside sees that order, because q and k only meet each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.engine.checkpoint import ModelConfig, RopeConfig, check_tensors, expert_names
+from actors.engine.experts import MoeLayer
+from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, min_rows
+from actors.engine.weights import CheckpointError
+from kernels.kv_store import KvStore
+from kernels.ragged_attention import AttentionLayout, attend
+
+
+@dataclass
+class DecoderLayer:
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # rows: q heads, k heads, v heads
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim], Qwen3
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    mlp: GatedMlp | MoeLayer
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step on the device."""
+
+    token_ids: Tensor  # [B]
+    positions: Tensor  # [B]
+    slots: Tensor  # [B]
+    attention: AttentionLayout
+
+
+class TargetModel:
+    """Weights and forward of one model.
+
+    Args:
+        config: what `config.json` says.
+        tensors: the checkpoint by name; read once, tensor by tensor.
+        max_len: positions the rotary table covers.
+
+    Raises CheckpointError naming a missing, unexpected or misshapen tensor.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        numerics: Numerics,
+        max_len: int,
+    ) -> None:
+        check_tensors(tensors, config)
+        self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        source = _Source(tensors, dtype, device)
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = source.take("model.embed_tokens.weight", *table)
+        head = self.embedding if config.tied_embeddings else source.take("lm_head.weight", *table)
+        self.head = Linear(head, None, numerics)
+        self.final_norm = source.take("model.norm.weight", config.hidden_size)
+        self.layers = [self._layer(source, i) for i in range(config.num_layers)]
+        self._rotation = rotation_table(config.rope, config.head_dim, max_len).to(device)
+        self.min_rows = min_rows(numerics)
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def _layer(self, source: _Source, index: int) -> DecoderLayer:
+        config, hidden = self.config, self.config.hidden_size
+        prefix = f"model.layers.{index}"
+        attention = f"{prefix}.self_attn"
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        weights, biases = [], []
+        for part, count in heads.items():
+            turned = part != "v"
+            name, width = f"{attention}.{part}_proj", count * config.head_dim
+            weight = source.take(f"{name}.weight", width, hidden)
+            weights.append(pair_halves(weight, config.head_dim) if turned else weight)
+            if config.qkv_bias:
+                bias = source.take(f"{name}.bias", width)
+                biases.append(pair_halves(bias, config.head_dim) if turned else bias)
+        qkv = Linear(torch.cat(weights), torch.cat(biases) if biases else None, self.numerics)
+        out_name = f"{attention}.o_proj"
+        output = Linear(
+            source.take(f"{out_name}.weight", hidden, config.num_heads * config.head_dim),
+            source.take(f"{out_name}.bias", hidden) if config.output_bias else None,
+            self.numerics,
+        )
+        return DecoderLayer(
+            input_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=qkv,
+            qk_norm=self._qk_norm(source, attention) if config.qk_norm else None,
+            output=output,
+            mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+            mlp=self._moe(source, prefix) if config.is_sparse(index) else self._mlp(source, prefix),
+        )
+
+    def _qk_norm(self, source: _Source, attention: str) -> Tensor:
+        dim = self.config.head_dim
+        q, k = (source.take(f"{attention}.{p}_norm.weight", dim).float() for p in "qk")
+        both = [(q, self.config.num_heads), (k, self.config.num_kv_heads)]
+        return torch.cat([pair_halves(w, dim).expand(count, dim) for w, count in both])
+
+    def _mlp(self, source: _Source, prefix: str) -> GatedMlp:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        gate, up, down = (
+            source.take(f"{prefix}.mlp.{p}_proj.weight", *shape) for p, shape in shapes.items()
+        )
+        biases = NO_BIASES
+        if self.config.mlp_bias:
+            a, b, c = (
+                source.take(f"{prefix}.mlp.{p}_proj.bias", shape[0]) for p, shape in shapes.items()
+            )
+            biases = (a, b, c)
+        return GatedMlp(gate, up, down, biases, self.numerics)
+
+    def _moe(self, source: _Source, prefix: str) -> MoeLayer:
+        moe, hidden = self.config.moe, self.config.hidden_size
+        assert moe is not None
+        router, experts, (gate, up, down) = expert_names(self.config)
+        inner = moe.intermediate_size
+        loaded = []
+        for index in range(moe.num_experts):
+            own = f"{prefix}.{experts}.{index}"
+            weights = (
+                source.take(f"{own}.{gate}", inner, hidden),
+                source.take(f"{own}.{up}", inner, hidden),
+                source.take(f"{own}.{down}", hidden, inner),
+            )
+            loaded.append(GatedMlp(*weights, NO_BIASES, self.numerics))
+        route = Linear(
+            source.take(f"{prefix}.{router}", moe.num_experts, hidden), None, self.numerics
+        )
+        return MoeLayer(route, loaded, moe.top_k, moe.normalise_top_k, min_rows(self.numerics))
+
+    # --- computing --------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, inputs: StepInputs, store: KvStore, tap_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run all layers and write K/V.
+
+        Returns the last layer's output [B, hidden], not yet normed, and the outputs of the tapped layers
+        [B, num_taps * hidden], in the order of `tap_layer_ids`.
+        """
+        config, batch = self.config, len(inputs.token_ids)
+        eps, hidden, dim = config.norm_eps, (config.hidden_size,), config.head_dim
+        num_turned = config.num_heads + config.num_kv_heads
+        q_width, turned_width = config.num_heads * dim, num_turned * dim
+        rotation = self._rotations(inputs.positions)
+        is_fp32 = self.dtype == torch.float32
+        taps: dict[int, Tensor] = {}
+        x = self.embedding.index_select(0, inputs.token_ids)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(torch.rms_norm(x, hidden, layer.input_norm, eps))
+            # [B, heads + kv_heads, head_dim] in fp32: a view where the model is fp32, else a copy
+            turned = qkv[:, :turned_width].float().view(batch, num_turned, dim)
+            if layer.qk_norm is not None:
+                normed = torch.rms_norm(turned, (dim,), None, eps).mul_(layer.qk_norm)
+                turned = turned.copy_(normed)
+            torch.view_as_complex(turned.view(batch, num_turned, -1, 2)).mul_(rotation)
+            if not is_fp32:
+                qkv[:, :turned_width].copy_(turned.view(batch, -1))
+            store.write(index, inputs.slots, qkv[:, q_width:].view(batch, -1, dim))
+            queries = qkv[:, :q_width].view(batch, -1, dim)
+            mixed = attend(queries, store, index, inputs.attention)
+            x = layer.output.plus(mixed, x)
+            x = layer.mlp.plus(torch.rms_norm(x, hidden, layer.mlp_norm, eps), x)
+            if index in tap_layer_ids:
+                taps[index] = x
+        return x, torch.cat([taps[i] for i in tap_layer_ids], -1) if tap_layer_ids else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output head of hidden [L, hidden]: [L, vocab_size]."""
+        num_rows = len(hidden)
+        if 0 < num_rows < self.min_rows:
+            hidden = hidden.expand(self.min_rows, -1)
+        normed = torch.rms_norm(
+            hidden, (self.config.hidden_size,), self.final_norm, self.config.norm_eps
+        )
+        return self.head(normed)[:num_rows]
+
+    def _rotations(self, positions: Tensor) -> Tensor:
+        """Complex factors [B, heads + kv_heads, head_dim / 2]; those of q also scale by head_dim ** -0.5."""
+        factors = self._rotation.index_select(0, positions)[:, None]
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        scaled = factors * self.config.head_dim**-0.5
+        return torch.cat([scaled.expand(-1, heads, -1), factors.expand(-1, kv_heads, -1)], 1)
+
+
+class _Source:
+    """Checkpoint tensors with their shape checked, in the dtype and on the device of the model."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tensors, self._dtype, self._device = tensors, dtype, device
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
+                "the two are of different models"
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+
+def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows (i, i + head_dim / 2) of each head become rows (2 i, 2 i + 1); weight [heads * head_dim, ...]."""
+    split = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
+    return split.transpose(1, 2).reshape(weight.shape)
+
+
+def rotation_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
+    """exp(i * position * frequency), complex64 [max_len, head_dim / 2], computed in float64 (RoFormer, eq. 34)."""
+    frequencies = rope_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float64), frequencies)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians a position, float64 [head_dim / 2]; `linear` divides all by the factor, `llama3` the slow ones."""
+    plain = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind != "llama3":
+        return plain
+    # Turns a frequency makes within the trained length: few turns = slow = stretched, with a ramp between.
+    turns = rope.original_max_len * plain / (2 * math.pi)
+    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = ramp.clamp(0.0, 1.0)
+    return keep * plain + (1 - keep) * plain / rope.factor
