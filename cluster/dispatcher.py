@@ -17,7 +17,6 @@ from actors.core.messages import (
     Endpoint,
     LoadView,
     Message,
-    RankRoute,
     ReservationReply,
     Reserve,
     RoutingTable,
@@ -59,7 +58,7 @@ class Dispatcher:
     """The ingress replica's side of every stream.
 
     Args:
-        link: this process's inbox; polled by a thread of the dispatcher from `start` to `stop`.
+        link: this process's inbox; polled from `start` to `stop`.
         routing: answers the supervisor's current table; may raise or be slow, then the last table stays.
         limits: bounds in seconds.
     """
@@ -87,7 +86,7 @@ class Dispatcher:
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to poll the link and the supervisor, on the running loop."""
+        """Begin to poll the link and the supervisor."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._poll_link, name="ingress-link", daemon=True)
         self._thread.start()
@@ -110,6 +109,11 @@ class Dispatcher:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 2 * POLL_S)
 
+    def check_health(self) -> None:
+        """Raises RuntimeError when nothing can arrive any more."""
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the thread that polls the link has ended")
+
     def _poll_link(self) -> None:
         assert self._loop is not None
         while not self._stopping.is_set():
@@ -129,11 +133,7 @@ class Dispatcher:
     # --- streams ----------------------------------------------------------------------------------------------------
 
     async def open(self, order: StreamOrder, deadline_s: float) -> LiveStream:
-        """Place a new stream on the best rank that takes it. The caller must `close` it.
-
-        Args:
-            order: what to generate.
-            deadline_s: loop time after which the stream is aborted.
+        """Place a new stream on the best rank that takes it, until `deadline_s` (loop time). Must be closed.
 
         Raises:
             OverloadedError: every ready rank refused.
@@ -289,7 +289,7 @@ class Dispatcher:
 
     def rank_is_gone(self, endpoint: Endpoint) -> str:
         """Why this incarnation of a rank can bring no more tokens; empty while it can."""
-        route: RankRoute | None = self.router.route(endpoint.name)
+        route = self.router.route(endpoint.name)
         if route is None:
             return f"rank {endpoint.name} has left the cluster"
         if route.state == "dead":

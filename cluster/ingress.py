@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Lifespan
 
 from cluster.answers import Answer, merged_pieces, open_answers
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
@@ -212,9 +213,11 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def build_app(front: Front) -> FastAPI:
-    """The ASGI application over `front`; starting and stopping its dispatcher is the owner's task."""
-    app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, openapi_url=None)
+def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """The ASGI application over `front`; starting and stopping its dispatcher is for `lifespan` or the caller."""
+    app = FastAPI(
+        title="dspark-cluster", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
     app.add_api_route("/v1/chat/completions", _guarded(front, front.chat), methods=["POST"])
     app.add_api_route("/v1/completions", _guarded(front, front.completion), methods=["POST"])
 

@@ -27,7 +27,7 @@ from actors.core.messages import (
     TokenDelta,
     TokenDeltas,
 )
-from actors.link import LocalHub
+from actors.link import Link, LocalHub
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.ingress import Front, ServedModel, build_app
 from cluster.intake import Intake, IntakeLimits
@@ -67,9 +67,9 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
 class ScriptedRank:
     """Answers like a target rank: token i of every stream is `script[i]`. Knobs may be turned while it runs."""
 
-    def __init__(self, hub: LocalHub, name: str, script: list[int]) -> None:
-        self.name = name
-        self.link = hub.open(name, "target")
+    def __init__(self, link: Link, script: list[int]) -> None:
+        self.name = link.endpoint.name
+        self.link = link
         self.script = script
         self.finish: FinishReason = "stop"
         self.grant = True
@@ -228,7 +228,7 @@ async def launched(
     """A front and its scripted ranks, all ready."""
     hub = LocalHub()
     script = codec.encode(text, add_special_tokens=False) + list(codec.eos_token_ids)
-    ranks = [ScriptedRank(hub, f"rank-{i}", script) for i in range(num_ranks)]
+    ranks = [ScriptedRank(hub.open(f"rank-{i}", "target"), script) for i in range(num_ranks)]
     link = hub.open("ingress-0", "ingress")
     tables: list[RoutingTable] = [RoutingTable(0)]
 

@@ -119,7 +119,9 @@ async def test_a_stream_goes_on_when_its_only_rank_restarts(launch):
         old.kill()
         server.publish(**{"rank-0": "starting"})
         await asyncio.sleep(0.3)
-        server.ranks[0] = type(old)(server.hub, "rank-0", old.script)  # another epoch
+        server.ranks[0] = type(old)(
+            server.hub.open("rank-0", "target"), old.script
+        )  # another epoch
         server.publish()
         assert (await reading).is_whole
         assert server.ranks[0].admitted[0].num_prior_tokens == 10

@@ -1,0 +1,146 @@
+"""The real Serve application, in a process with a Ray of its own, through each proxy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.http.harness import TEXT
+
+ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m-instruct"
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+class ServeProcess:
+    """The other process, and its URL."""
+
+    def __init__(self, proxy: str, home: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.log = (home / "log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.http.serve_process", str(self.port), proxy],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "HOME": str(home),
+                "RAY_TMPDIR": str(home),
+                "RAY_AUTH_MODE": "token",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        ready = self._line()
+        assert ready.startswith("READY"), ready + (home / "log").read_text()[-3000:]
+        self.url = ready.split()[1]
+
+    def ask(self, command: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def until(self, condition: Callable[[], bool], within_s: float = 5.0) -> None:
+        end_s = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end_s, "it did not happen in time"
+            time.sleep(0.02)
+
+    def quit(self) -> None:
+        if self.process.poll() is None:
+            self.ask("quit")
+        self.process.wait(60)
+        self.log.close()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module", params=["haproxy", "python"])
+def served(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    home = Path(tempfile.mkdtemp(prefix="ds", dir="/tmp"))  # short: a limit on socket paths
+    server = ServeProcess(request.param, home)
+    yield server
+    server.quit()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def stream(url: str) -> tuple[str, str | None]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        text, reason = "", None
+        for chunk in client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+            reason = chunk.choices[0].finish_reason
+        return text, reason
+
+
+def test_openai_client_streams_and_completes_through_serve(served):
+    assert stream(served.url) == (TEXT, "stop")
+    with openai.OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
+    assert whole.choices[0].message.content == TEXT
+
+
+def test_hundred_concurrent_streams_lose_no_token(served):
+    with ThreadPoolExecutor(100) as pool:
+        results = list(pool.map(stream, [served.url] * 100))
+    assert results == [(TEXT, "stop")] * 100
+
+
+def leave_mid_stream(url: str, body: dict[str, object]) -> None:
+    with (
+        httpx.Client(base_url=url) as client,
+        client.stream("POST", "/chat/completions", json={**body, "stream": True}) as response,
+    ):
+        next(response.iter_lines())
+
+
+def leave_before_the_answer(url: str, body: dict[str, object]) -> None:
+    with httpx.Client(base_url=url, timeout=0.5) as client, suppress(httpx.ReadTimeout):
+        client.post("/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("leave", [leave_mid_stream, leave_before_the_answer])
+def test_client_that_leaves_frees_the_rank(served, leave):
+    before = int(served.ask("aborted"))
+    leave(served.url, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+    served.until(lambda: int(served.ask("aborted")) == before + 1, within_s=2.0)
+
+
+def test_errors_keep_their_shape_through_the_proxy(served):
+    body = {"model": "other", "messages": [{"role": "user", "content": "hi"}]}
+    answer = httpx.post(f"{served.url}/chat/completions", json=body)
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert httpx.get(served.url.removesuffix("/v1") + "/health").json()["status"] == "ready"
+
+
+def test_the_ingress_never_imports_torch():
+    """In a fresh process, because tests beside this one may have imported it."""
+    script = "import sys, cluster.app, cluster.ingress; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
