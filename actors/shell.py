@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Link, Membership, Role, open_link
+from actors.link.local import Frames
 
 log = logging.getLogger(__name__)
 
@@ -232,12 +233,12 @@ class Shell:
             self.link.wake()
         await asyncio.to_thread(self._thread.join, CONTROL_TIMEOUT_S)
 
-    async def deliver(self, epoch: str, frames: list[bytes]) -> bool:
-        """A message from a link made of actor calls."""
+    async def deliver(self, epoch: str, batch: list[Frames]) -> int:
+        """Messages from a link made of actor calls; how many were taken."""
         from actors.link.actor_link import ActorLink
 
         link = getattr(self, "link", None)
-        return isinstance(link, ActorLink) and link.deliver(epoch, frames)
+        return link.deliver(epoch, batch) if isinstance(link, ActorLink) else 0
 
     async def on_loop(self, action: Callable[[], T]) -> T:
         """Run `action` on the loop thread between two turns."""
