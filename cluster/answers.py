@@ -44,6 +44,11 @@ class Answer:
         return len(self._live.journal.token_ids)
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """How it ended; "abort" for one that was closed before its end."""
+        return self._live.journal.finish_reason or "abort"
+
+    @property
     def counts(self) -> SpeculationCounts:
         return self._live.journal.counts
 
@@ -80,7 +85,7 @@ class Answer:
         self._closed = True
         self._live.close()
         self._metrics.finish(
-            self._live.journal.finish_reason or "abort",
+            self.finish_reason,
             self.num_prompt_tokens,
             self.num_tokens,
             self.counts,

@@ -6,8 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
-from cluster.answers import Answer, merged_pieces, open_answers
+from cluster.answers import Answer, open_answers
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.intake import Intake, Job
@@ -29,8 +28,9 @@ from cluster.openai_api import (
     GenerationRequest,
     parse_request,
 )
-from cluster.openai_responses import DONE_EVENT, Envelope, sse_event, usage_of
-from cluster.telemetry import FrontMetrics
+from cluster.openai_responses import Envelope
+from cluster.replies import event_stream, failure_of, whole_answer
+from cluster.telemetry import FrontMetrics, RequestSpan
 
 logger = logging.getLogger(__name__)
 
@@ -67,82 +67,59 @@ class Front:
         self._request_timeout_s = request_timeout_s
 
     async def chat(self, request: Request) -> Response:
-        parsed = parse_request(ChatRequest, await _body(request))
-        response_id = f"chatcmpl-{secrets.token_hex(16)}"
-        jobs = self.intake.chat(parsed, response_id, request.headers.get("traceparent"))
-        return await self._answer(
-            request, parsed, jobs, self._envelope("chat", response_id, parsed)
-        )
+        return await self._serve(request, "chat", ChatRequest)
 
     async def completion(self, request: Request) -> Response:
-        parsed = parse_request(CompletionRequest, await _body(request))
-        response_id = f"cmpl-{secrets.token_hex(16)}"
-        jobs = self.intake.completion(parsed, response_id, request.headers.get("traceparent"))
-        return await self._answer(
-            request, parsed, jobs, self._envelope("completion", response_id, parsed)
-        )
+        return await self._serve(request, "completion", CompletionRequest)
 
-    async def _answer(
-        self, request: Request, parsed: GenerationRequest, jobs: list[Job], envelope: Envelope
+    async def _serve(
+        self,
+        request: Request,
+        kind: Literal["chat", "completion"],
+        schema: type[ChatRequest] | type[CompletionRequest],
     ) -> Response:
-        opening = open_answers(
-            jobs, self.dispatcher, self.intake.codec, self.metrics, self._request_timeout_s
-        )
+        parsed = parse_request(schema, await _body(request))
+        envelope = self._envelope(kind, parsed)
+        span = RequestSpan(envelope.response_id, request.headers.get("traceparent"))
         try:
-            answers = await unless_disconnected(request, opening)
+            jobs = self.intake.jobs(parsed, envelope.response_id, span.traceparent)
+            answers = await unless_disconnected(request, self._open(jobs))
+        except BaseException as error:
+            span.end(type(error).__name__)
+            raise
+
+        def close() -> None:
+            for answer in answers:
+                answer.close()
+            span.end(answers[0].finish_reason)
+
+        if parsed.stream:
+            return SseResponse(event_stream(answers, envelope), close)
+        try:
+            return JSONResponse(await unless_disconnected(request, whole_answer(answers, envelope)))
+        except StreamError as error:
+            raise failure_of(error) from error
+        finally:
+            close()
+
+    async def _open(self, jobs: list[Job]) -> list[Answer]:
+        try:
+            return await open_answers(
+                jobs, self.dispatcher, self.intake.codec, self.metrics, self._request_timeout_s
+            )
         except OverloadedError as error:
-            retry_after_s = max(1, math.ceil(error.retry_after_s))
-            raise ApiError(
-                429, str(error), code="overloaded", retry_after_s=retry_after_s
-            ) from error
+            wait_s = max(1, math.ceil(error.retry_after_s))
+            raise ApiError(429, str(error), code="overloaded", retry_after_s=wait_s) from error
         except NeverFitsError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except NoReadyRankError as error:
             raise ApiError(503, str(error), code="not_ready", retry_after_s=1) from error
-        if parsed.stream:
-            return SseResponse(self._events(answers, envelope), lambda: self._close(answers))
-        try:
-            return JSONResponse(await unless_disconnected(request, _whole(answers, envelope)))
-        except StreamError as error:
-            status = 504 if error.code == "request_timeout" else 500
-            raise ApiError(status, str(error), code=error.code) from error
-        finally:
-            self._close(answers)
 
-    async def _events(
-        self, answers: list[Answer], envelope: Envelope
-    ) -> AsyncGenerator[bytes, None]:
-        if envelope.kind == "chat":
-            yield b"".join(sse_event(envelope.role_chunk(i)) for i in range(len(answers)))
-        try:
-            async with aclosing(merged_pieces(answers)) as pieces:
-                async for index, piece in pieces:
-                    # One write a step, however many tokens it brought.
-                    events = (
-                        sse_event(envelope.text_chunk(index, piece.text)) if piece.text else b""
-                    )
-                    if piece.finish_reason is not None:
-                        events += sse_event(envelope.finish_chunk(index, piece.finish_reason))
-                    yield events
-        except StreamError as error:
-            status = 504 if error.code == "request_timeout" else 500
-            logger.warning("stream %s ends with an error: %s", envelope.response_id, error)
-            yield sse_event(dict(ApiError(status, str(error), code=error.code).body))
-            return
-        if envelope.include_usage:
-            yield sse_event(envelope.usage_chunk(_usage(answers)))
-        yield DONE_EVENT
-
-    def _close(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            answer.close()
-
-    def _envelope(
-        self, kind: Literal["chat", "completion"], response_id: str, parsed: GenerationRequest
-    ) -> Envelope:
+    def _envelope(self, kind: Literal["chat", "completion"], parsed: GenerationRequest) -> Envelope:
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
         return Envelope(
             kind=kind,
-            response_id=response_id,
+            response_id=f"{prefix}-{secrets.token_hex(16)}",
             created=int(time.time()),
             model=self.model.name,
             fingerprint=self.model.fingerprint,
@@ -180,25 +157,6 @@ class Front:
     def prometheus(self) -> str:
         gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
         return self.metrics.render(gauges, asdict(self.dispatcher.counters))
-
-
-async def _whole(answers: list[Answer], envelope: Envelope) -> dict[str, Any]:
-    texts = [""] * len(answers)
-    reasons = [""] * len(answers)
-    async with aclosing(merged_pieces(answers)) as pieces:
-        async for index, piece in pieces:
-            texts[index] += piece.text
-            reasons[index] = piece.finish_reason or ""
-    return envelope.whole(list(zip(texts, reasons, strict=True)), _usage(answers))
-
-
-def _usage(answers: list[Answer]) -> dict[str, Any]:
-    counts = answers[0].counts
-    for answer in answers[1:]:
-        counts += answer.counts
-    return usage_of(
-        sum(a.num_prompt_tokens for a in answers), sum(a.num_tokens for a in answers), counts
-    )
 
 
 async def _body(request: Request) -> bytes:

@@ -65,6 +65,19 @@ class Intake:
         self.limits = limits
         self._draw_key = draw_key
 
+    def jobs(
+        self, request: GenerationRequest, response_id: str, traceparent: str | None
+    ) -> list[Job]:
+        """One job a prompt.
+
+        Raises:
+            ApiError: the request cannot be served as it is.
+        """
+        if isinstance(request, ChatRequest):
+            return self.chat(request, response_id, traceparent)
+        assert isinstance(request, CompletionRequest)
+        return self.completion(request, response_id, traceparent)
+
     def chat(self, request: ChatRequest, response_id: str, traceparent: str | None) -> list[Job]:
         """The one job of a chat.
 

@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from opentelemetry import trace
+
+from actors import tracing
 from cluster.streams import SpeculationCounts
 
 LATENCY_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -120,6 +123,28 @@ class DispatchCounters:
     num_routing_failures: int = 0
 
 
+class RequestSpan:
+    """The root span of a request, from validation to its last byte; a no-op until an SDK is installed.
+
+    Attributes:
+        traceparent: what the rank hangs its spans on; the client's own where this process does not trace.
+    """
+
+    def __init__(self, request_id: str, parent: str | None) -> None:
+        self._span = tracing.tracer().start_span(
+            tracing.SPAN_REQUEST,
+            context=tracing.context_of(parent),
+            kind=trace.SpanKind.SERVER,
+            attributes={tracing.ATTR_REQUEST_ID: request_id},
+        )
+        with trace.use_span(self._span):
+            self.traceparent = tracing.traceparent() or parent
+
+    def end(self, outcome: str) -> None:
+        self._span.set_attribute(tracing.ATTR_FINISH_REASON, outcome)
+        self._span.end()
+
+
 def setup_tracing(service_name: str, otlp_endpoint: str | None) -> bool:
     """Install the OpenTelemetry SDK with an OTLP exporter; False when no endpoint is configured.
 
@@ -130,7 +155,6 @@ def setup_tracing(service_name: str, otlp_endpoint: str | None) -> bool:
     """
     if otlp_endpoint is None:
         return False
-    from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
