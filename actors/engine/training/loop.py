@@ -231,7 +231,8 @@ def plot_log(log: Path, png: Path) -> None:
     at = steps[len(window) - 1 :]
     for name in ("ce", "tv", "confidence"):
         left.plot(at, smooth([e[name] for e in entries]), label=name)
-    for slot in dict.fromkeys((0, 2, len(entries[0]["agree"]) - 1)):
+    last = min(len(e["agree"]) for e in entries) - 1  # a run may change its block size
+    for slot in dict.fromkeys((0, last // 2, last)):
         right.plot(
             at, smooth([e["agree"][slot] for e in entries]), label=f"agreement, slot {slot + 1}"
         )
