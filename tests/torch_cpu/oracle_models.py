@@ -1,0 +1,71 @@
+"""Loading the oracle's checkpoints, and what transformers expects of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from actors.engine.target_engine import TorchTargetEngine, load_engine
+from actors.engine.trial import TrialSequences
+from configs.schema import ClusterConfig
+
+NAMES = (
+    "llama",
+    "llama_biased",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_unnormalised",
+    "mixtral",
+)
+TAPS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Rows of transformers' full forward passes."""
+
+    token_ids: list[np.ndarray]  # [n]
+    logits: list[Tensor]  # [n, vocab]
+    taps: list[Tensor]  # [n, 2 * hidden]
+
+
+def expected(model_dir: Path) -> Expected:
+    with safe_open(model_dir / "expected.bin", framework="pt") as file:
+        num_rows = sum(name.startswith("ids.") for name in file.keys())  # noqa: SIM118
+
+        def rows(kind: str) -> list[Tensor]:
+            return [file.get_tensor(f"{kind}.{row}") for row in range(num_rows)]
+
+        return Expected([ids.numpy() for ids in rows("ids")], rows("logits"), rows("taps"))
+
+
+def engine_of(
+    model_dir: Path,
+    dtype: str = "float32",
+    numerics: str = "reproducible",
+    taps: tuple[int, ...] = TAPS,
+    block_size: int = 8,
+) -> TorchTargetEngine:
+    config = ClusterConfig.model_validate(
+        {
+            "model": {
+                "path": str(model_dir),
+                "dtype": dtype,
+                "numerics": numerics,
+                "max_model_len": 128,
+            },
+            "target": {"kv_cache_tokens": 1024, "block_size": block_size},
+        }
+    )
+    return load_engine(config, taps)
+
+
+def shuffled(engine: TorchTargetEngine, token_ids: list[np.ndarray]) -> TrialSequences:
+    """The sequences over blocks dealt from a shuffled pool."""
+    order = np.random.default_rng(7).permutation(engine.store.num_blocks)
+    return TrialSequences(engine, token_ids, order)

@@ -1,0 +1,97 @@
+"""Writes tiny random checkpoints and what transformers makes of them. Run by an interpreter of its own, never imported.
+
+usage: python -I transformers_oracle.py OUT_DIR
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+COMMON = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 5000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MODELS = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+    "llama_biased": (
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "qwen2": (Qwen2Config, {"rope_parameters": LINEAR}),
+    "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {**MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe_unnormalised": (
+        Qwen3MoeConfig,
+        {**MOE, "head_dim": 16, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+LENGTHS = (61, 9, 34, 48, 23)
+
+
+def main(out_dir: Path) -> None:
+    torch.set_num_threads(1)
+    for seed, (name, (config_class, extra)) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        config = config_class(**{**COMMON, **extra})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+        with torch.no_grad():
+            for tensor_name, tensor in model.named_parameters():
+                if "norm" in tensor_name:
+                    tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
+                elif tensor_name.endswith("bias"):
+                    tensor.copy_(0.3 * torch.randn_like(tensor))
+        # The second model is written in several files, the way large ones come.
+        shards = {"max_shard_size": "60KB"} if name == "llama_biased" else {}
+        model.save_pretrained(out_dir / name, **shards)
+        save_file(expectations(model, config), out_dir / name / "expected.bin")
+
+
+@torch.no_grad()
+def expectations(model: torch.nn.Module, config: object) -> dict[str, torch.Tensor]:
+    found = {}
+    for row, length in enumerate(LENGTHS):
+        ids = torch.randint(3, config.vocab_size, (1, length))
+        out = model(ids, output_hidden_states=True, use_cache=False)
+        found[f"ids.{row}"] = ids[0]
+        found[f"logits.{row}"] = out.logits[0].float().contiguous()
+        # hidden_states[0] is the embedding, [i + 1] the output of layer i; the last one is normed.
+        found[f"taps.{row}"] = torch.cat([h[0] for h in out.hidden_states[1:3]], -1).contiguous()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
