@@ -111,7 +111,7 @@ def launch(
     note("Ray is up")
     if not session.is_local:
         placement = plan_placement(config, *_cluster_shape())
-    running.placement_group = _reserve(placement)
+    _reserve(placement)
     # Links listen on loopback unless the cluster may have other machines.
     _start_actors(config, placement, host="127.0.0.1" if session.is_local else None)
     session.remember_processes()
@@ -158,8 +158,10 @@ def _cluster_shape() -> tuple[int, int]:
     return max(1, min(cores, default=1)), max(1, len(nodes))
 
 
-def _reserve(placement: Placement) -> PlacementGroup:
+def _reserve(placement: Placement) -> None:
+    assert _running is not None
     group: PlacementGroup = placement_group(list(placement.bundles), strategy="PACK", name="dspark")
+    _running.placement_group = group
     try:
         ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
     except GetTimeoutError:
@@ -170,7 +172,6 @@ def _reserve(placement: Placement) -> PlacementGroup:
             f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g}; lower target.num_ranks, "
             "target.num_cpus or drafter.num_cpus, or add machines"
         ) from None
-    return group
 
 
 def _start_actors(config: ClusterConfig, placement: Placement, host: str | None) -> None:

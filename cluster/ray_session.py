@@ -17,7 +17,7 @@ from ray._private.authentication.authentication_token_setup import (
 log = logging.getLogger(__name__)
 
 TOKEN_FILE = Path(".ray") / "auth_token"
-EXIT_GRACE_S = 15.0
+EXIT_GRACE_S = 8.0
 
 
 class RaySessionError(RuntimeError):

@@ -1,0 +1,44 @@
+"""A cluster of scripted engines in a process of its own, started and ended as `dspark serve` does it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+from cluster import launch as launcher
+from cluster.commands.signals import interruptible, on_signal
+from cluster.parts import Parts
+from configs.schema import ClusterConfig
+from tests import ray_fakes
+
+
+def main(settings: str) -> None:
+    parts = Parts(
+        target_engine=ray_fakes.FakeTarget,
+        drafter_engine=ray_fakes.FakeDrafter,
+        measure_steps=ray_fakes.fake_step_times,
+        run_ingress=lambda _config: "http://127.0.0.1:0/v1",
+        stop_ingress=lambda: None,
+    )
+    config = ClusterConfig.model_validate(json.loads(settings))
+    stop = threading.Event()
+    with interruptible():
+        try:
+            launcher.launch(config, progress=say, parts=parts)
+            on_signal(stop.set)
+            say("serving")
+            stop.wait()
+        finally:
+            on_signal(lambda: None)
+            launcher.shutdown()
+            say("ended")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
