@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -84,6 +83,7 @@ class ScriptedRank:
         self.admitted: list[AdmittedRequest] = []
         self.aborted: list[AbortRequest] = []
         self._running: dict[str, tuple[AdmittedRequest, int, int]] = {}  # next index, rounds
+        self._ended: dict[str, int] = {}  # last generation, as a real rank remembers it
         self._killed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -124,9 +124,12 @@ class ScriptedRank:
                     )
             case AdmittedRequest():
                 self.admitted.append(message)
-                self._running.setdefault(message.request_id, (message, message.num_prior_tokens, 0))
+                if message.generation > self._ended.get(message.request_id, -1):
+                    start = (message, message.num_prior_tokens, 0)
+                    self._running.setdefault(message.request_id, start)
             case AbortRequest():
                 self.aborted.append(message)
+                self._ended[message.request_id] = message.generation
                 running = self._running.get(message.request_id)
                 if running is not None and running[0].generation == message.generation:
                     del self._running[message.request_id]
@@ -254,46 +257,3 @@ async def launched(
             for rank in server.ranks:
                 rank.kill()
             link.close()
-
-
-class Reader:
-    """Reads one SSE answer: its text, and the way it ended."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.error: dict[str, Any] | None = None
-        self.done = False
-        self.usage: dict[str, Any] | None = None
-
-    async def read(self, server: Server, until_chars: int | None = None, **body: Any) -> Reader:
-        request = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, **body}
-        async with server.client.stream("POST", CHAT_PATH, json=request) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                self._take(line)
-                if until_chars is not None and len(self.text) >= until_chars:
-                    return self
-        return self
-
-    def _take(self, line: str) -> None:
-        if not line:
-            return
-        assert not self.done and self.error is None, f"{line} after the end"
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            self.done = True
-            return
-        event = json.loads(data)
-        if "error" in event:
-            self.error = event["error"]
-            return
-        self.usage = event["usage"]
-        for choice in event["choices"]:
-            self.text += choice["delta"].get("content", "")
-            self.finish_reason = choice["finish_reason"]
-
-    @property
-    def is_whole(self) -> bool:
-        """Every token of the script came once, in order, and the end was marked."""
-        return self.done and self.error is None and self.text == TEXT

@@ -7,7 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from tests.http.harness import CHAT, CHAT_PATH, TEXT, Reader
+from tests.http.harness import CHAT, CHAT_PATH, TEXT
+from tests.http.sse_reader import Reader
 
 
 async def test_client_that_leaves_mid_stream_frees_the_rank(launch):

@@ -125,7 +125,7 @@ async def test_sampling_parameters_reach_the_rank(launch):
 
 async def test_stop_string_across_tokens_ends_the_stream_and_frees_the_rank(launch):
     async with launch(text="one two STOP three four five six seven") as server:
-        server.ranks[0].step_s = 0.02
+        server.ranks[0].step_s, server.ranks[0].tokens_a_step = 0.02, 5
         for body in ({**CHAT, "stop": "STOP"}, {**CHAT, "stop": ["zzz", " STOP", "STO!"]}):
             answer = (await server.client.post("/v1/chat/completions", json=body)).json()
             assert (

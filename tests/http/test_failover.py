@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from actors.core.messages import TokenDelta
-from tests.http.harness import CHAT, CHAT_PATH, TEXT, Reader
+from tests.http.harness import CHAT, CHAT_PATH, TEXT
+from tests.http.sse_reader import Reader
 
 
 async def test_repeated_and_overlapping_deltas_change_nothing(launch):
@@ -125,6 +126,21 @@ async def test_a_stream_goes_on_when_its_only_rank_restarts(launch):
         server.publish()
         assert (await reading).is_whole
         assert server.ranks[0].admitted[0].num_prior_tokens == 10
+
+
+async def test_a_rank_that_once_missed_a_reservation_can_still_take_the_stream(launch):
+    async with launch(num_ranks=2, reservation_timeout_s=0.2) as server:
+        for rank in server.ranks:
+            rank.num_tokens_before_pause = 10
+        reading = asyncio.create_task(Reader().read(server))
+        await server.until(lambda: any(r.admitted for r in server.ranks))
+        first, second = sorted(server.ranks, key=lambda r: not r.admitted)
+        second.answers_reservations, second.num_tokens_before_pause = False, None
+        first.kill()
+        server.publish(**{first.name: "dead"})
+        await server.until(lambda: second.aborted)
+        second.answers_reservations = True
+        assert (await reading).is_whole
 
 
 async def test_a_silent_rank_is_given_up_after_the_bound(launch):

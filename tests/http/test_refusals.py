@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.http.harness import CHAT, CHAT_PATH, Reader
+from tests.http.harness import CHAT, CHAT_PATH
+from tests.http.sse_reader import Reader
 
 
 async def test_a_request_that_takes_too_long_is_ended_and_freed(launch):

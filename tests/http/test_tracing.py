@@ -8,7 +8,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.telemetry import setup_tracing
-from tests.http.harness import CHAT, CHAT_PATH, Reader
+from tests.http.harness import CHAT, CHAT_PATH
+from tests.http.sse_reader import Reader
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
