@@ -22,6 +22,8 @@ from actors.core.sampling import (
 from kernels.noise import coupled_argmax, first_argmax, uniform
 
 _BLOCK = 32  # candidates that share one maximum in `largest`
+_SEARCH_WIDTHS = (128, 1024)  # tokens looked at before the whole row is
+_SUM_BLOCK = 512
 MIN_TEMPERATURE = 1e-5
 MIN_RESIDUAL_MASS = 1e-8
 
@@ -79,36 +81,74 @@ def process_logits(
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Zero what top-k and top-p exclude and renormalise. [n, V], [n], [n]."""
     vocab = probs.shape[1]
-    width = min(vocab, 128)
+    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    goal = torch.where(top_p >= 1.0, torch.inf, top_p.double())
     floor = torch.zeros_like(probs[:, 0])
-    open_rows = torch.arange(len(probs), device=probs.device)
-    while True:
-        found, enough = _smallest_kept(probs[open_rows], top_p[open_rows], top_k[open_rows], width)
-        floor[open_rows] = found
-        open_rows = open_rows[~enough]
-        if width == vocab or not open_rows.numel():
+    rows = torch.arange(len(probs), device=probs.device)
+    for width in _SEARCH_WIDTHS:
+        if not rows.numel():
             break
-        width = min(vocab, width * 8)  # few rows get here: a flat distribution with a large top_p
+        found, known = _floor_of_largest(probs[rows], goal[rows], limit[rows], min(width, vocab))
+        floor[rows] = found
+        rows = rows[~known]
+    if rows.numel():
+        floor[rows] = _floor_by_halving(probs[rows], goal[rows], limit[rows])
     kept = probs.masked_fill(probs < floor[:, None], 0.0)
-    return kept.div_(kept.sum(-1, keepdim=True))
+    return kept.div_(row_sum(kept)[:, None])
 
 
-def _smallest_kept(
-    probs: Tensor, top_p: Tensor, top_k: Tensor, width: int
+def _floor_of_largest(
+    probs: Tensor, goal: Tensor, limit: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Probability of the last token kept, judged from the `width` largest; and whether these were enough. [n], [n]."""
+    """Probability [n] of the last token kept, judged from the `width` largest; and whether these were enough [n].
+
+    goal: [n] share of the mass within top-k that must be reached, inf for all of it; limit: [n] tokens of top-k.
+    """
     vocab = probs.shape[1]
     values, _ = largest(probs, width)
-    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)[:, None]
-    within = torch.arange(width, device=probs.device) < limit
-    mass = (values * within).double().cumsum(-1)
-    total = torch.where(limit[:, 0] <= width, mass[:, -1], 1.0)
-    # Keep a token while the mass before it has not reached top_p: the smallest set that reaches it.
+    within = torch.arange(width, device=probs.device) < limit[:, None]
+    mass = (values.double() * within).cumsum(-1)
+    whole = limit <= width
+    total = torch.where(whole, mass[:, -1], 1.0)
+    # Keep a token while the mass before it has not reached the goal: the smallest set that reaches it.
     before = mass - values.double() * within
-    keep = within & (before < (top_p.double() * total)[:, None]) | (top_p >= 1.0)[:, None] & within
-    count = keep.sum(-1).clamp(min=1)
-    enough = (limit[:, 0] <= width) | (count < width) | (width == vocab)
-    return values.gather(1, count[:, None] - 1)[:, 0], enough
+    count = (within & (before < (goal * total)[:, None])).sum(-1).clamp(min=1)
+    known = whole | ((limit == vocab) & (count < width))
+    return values.gather(1, count[:, None] - 1)[:, 0], known
+
+
+def _floor_by_halving(probs: Tensor, goal: Tensor, limit: Tensor) -> Tensor:
+    """The same for any width, by halving the interval of float bit patterns: a flat distribution, kept by thousands."""
+    ones = torch.ones_like(probs)
+    floor = _largest_threshold(probs, ones, limit.double())
+    within = probs.masked_fill(probs < floor[:, None], 0.0)
+    return torch.maximum(floor, _largest_threshold(within, within, goal * row_sum(within).double()))
+
+
+def _largest_threshold(values: Tensor, weights: Tensor, goal: Tensor) -> Tensor:
+    """Largest t for which the weights of values >= t sum up to the goal [n]; 0 where no t does. Values are >= 0.
+
+    Non-negative floats are ordered like their bit patterns, so integers are halved and the result is exact.
+    """
+    bits = torch.int64 if values.dtype == torch.float64 else torch.int32
+    low = torch.zeros(len(values), dtype=bits, device=values.device)
+    high = torch.full_like(low, int(torch.ones((), dtype=values.dtype).view(bits)) + 1)
+    for _ in range(int(high[0]).bit_length()):
+        middle = low + (high - low) // 2
+        reached = row_sum(torch.where(values >= middle.view(values.dtype)[:, None], weights, 0.0))
+        enough = reached.double() >= goal
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low.view(values.dtype)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum of each row [n, m], bit for bit the same for a row alone and in a batch, with any number of threads.
+
+    torch splits one long row between threads but not many rows; sums of blocks are short enough for one thread.
+    """
+    whole = x.shape[1] // _SUM_BLOCK * _SUM_BLOCK
+    blocks: Tensor = x[:, :whole].unflatten(1, (-1, _SUM_BLOCK)).sum(-1).sum(-1)
+    return blocks + x[:, whole:].sum(-1)
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:

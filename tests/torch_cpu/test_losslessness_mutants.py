@@ -80,7 +80,7 @@ BREAKS = {
     "target without truncation": Break(reference, "if not truncates:", "if True:", TRUNCATED),
     "top-p of the untruncated mass": Break(
         reference,
-        "torch.where(limit[:, 0] <= width, mass[:, -1], 1.0)",
+        "torch.where(whole, mass[:, -1], 1.0)",
         "1.0 + 0 * mass[:, -1]",
         TRUNCATED,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from actors.core import sampling
 from actors.core.sampling import PURPOSE_ACCEPT, PURPOSE_DRAFT, SamplingParams
 from kernels import noise
-from kernels.reference import inverse_cdf, largest, process_logits
+from kernels.reference import inverse_cdf, largest, process_logits, row_sum
 from tests.torch_cpu.tiny_pair import processed
 
 KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 6, dtype=np.uint64)
@@ -95,6 +97,15 @@ def test_largest_with_ties_returns_distinct_places() -> None:
     assert (values[0] == 1).all() and all(len(set(row.tolist())) == 50 for row in index)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch splits a long row between threads, which is where sums may come to depend on the batch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 CASES = [
     SamplingParams(),
     SamplingParams(temperature=0.3),
@@ -106,6 +117,9 @@ CASES = [
     SamplingParams(top_k=400),
     SamplingParams(top_k=10**6),
     SamplingParams(temperature=1.5, top_k=300, top_p=0.8),
+    SamplingParams(temperature=3.0, top_k=300, top_p=0.3),  # few kept, but of a mass far below one
+    SamplingParams(temperature=3.0, top_k=2000, top_p=0.5),
+    SamplingParams(temperature=3.0, top_k=2000),
     SamplingParams(temperature=5.0, top_p=0.97),  # flat: most of the vocabulary is kept
 ]
 
@@ -131,11 +145,21 @@ def test_processed_rows_equal_the_definition_whatever_their_neighbours_want() ->
         np.testing.assert_allclose(ours[row], processed(logits[row].numpy(), params), atol=1e-12)
 
 
-def test_a_row_is_the_same_alone_and_in_a_batch_bit_for_bit() -> None:
-    logits = torch.randn(len(CASES), 4096, generator=torch.Generator().manual_seed(4)) * 3
+@pytest.mark.parametrize("vocab", [4096, 49_152])
+def test_a_row_is_the_same_alone_and_in_a_batch_bit_for_bit(vocab: int, two_threads: None) -> None:
+    logits = torch.randn(len(CASES), vocab, generator=torch.Generator().manual_seed(4)) * 3
     together = process(logits, CASES)
     for row, params in enumerate(CASES):
         assert torch.equal(process(logits[row : row + 1], [params])[0], together[row])
+
+
+@pytest.mark.parametrize("width", [3, 512, 49_152, 50_257])
+def test_a_row_sums_to_the_same_bits_alone_and_in_a_batch(width: int, two_threads: None) -> None:
+    x = torch.rand(7, width, generator=torch.Generator().manual_seed(5))
+    sums = row_sum(x)
+    torch.testing.assert_close(sums.double(), x.double().sum(-1), rtol=1e-5, atol=0)
+    for row in range(7):
+        assert torch.equal(row_sum(x[row : row + 1])[0], sums[row])
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
