@@ -243,6 +243,9 @@ class Allocator:
         if curve is None:
             served = report.step_time_s + report.draft_wait_s if report else 0.0
             return served / rank.committed_per_round * queued
-        per_request = report.batch_tokens / running if report and running else 1.0 + curve.gamma
+        if report and running:
+            per_request = (report.batch_tokens - report.num_prefill_tokens) / running
+        else:
+            per_request = 1.0 + curve.gamma
         round_s = float(rank.times.step_time_s_at(running + 1, per_request * (running + 1)))
         return round_s / rank.committed_per_round * queued

@@ -247,6 +247,18 @@ def test_tokens_committed_per_round_shorten_the_predicted_time_per_token() -> No
     assert ratio == pytest.approx(3.0, rel=0.01)
 
 
+def test_prefill_of_one_step_does_not_count_as_the_width_of_every_round() -> None:
+    allocator = Allocator()
+    for name, changes in (
+        ("plain", {}),
+        ("prefilling", {"batch_tokens": 58, "num_prefill_tokens": 50}),
+    ):
+        allocator.fold(profile(name), 0.0)
+        allocator.fold(report(4, name, **changes), 0.0)
+    plain, prefilling = allocator.load_view(0.0).ranks
+    assert prefilling.predicted_tpot_s == pytest.approx(plain.predicted_tpot_s, rel=0.15)
+
+
 def test_a_rank_that_has_only_been_profiled_is_in_the_view_with_unknown_blocks() -> None:
     allocator = Allocator()
     allocator.fold(profile(), 0.0)
