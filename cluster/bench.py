@@ -27,4 +27,7 @@ def bench(arguments: argparse.Namespace) -> int:
     else:
         rows = [[size, f"{rate:.1f}"] for size, rate in report["tokens_per_s"].items()]
         say(table(["batch", "tokens/s"], rows))
+        for size, parts in report.get("breakdown_ms", {}).items():
+            shares = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
+            say(f"a step at batch {size}, in ms: {shares}")
     return 0
