@@ -103,20 +103,19 @@ def test_reproducible_rows_are_bitwise_independent_of_the_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_logits_of_any_cut_are_bitwise_equal(oracle_models: Path, dtype: str, threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_logits_of_any_cut_are_bitwise_equal(oracle_models: Path, dtype: str) -> None:
+    length = 128
     want = expected(oracle_models / "llama").token_ids
-    ids = [np.resize(want[row], 128) for row in range(4)]
+    ids = [np.resize(want[row], length) for row in range(4)]
     reference: dict[int, Tensor] = {}
     generator = np.random.default_rng(3)
     engine = engine_of(oracle_models / "llama", dtype=dtype)
     for trial in range(6):
         rows = shuffled(engine, ids)
         pieces: dict[int, list[Tensor]] = {row: [] for row in range(4)}
-        while (rows.length < 128).any():
-            left = 128 - rows.length
-            most = (1, 4, 128)[trial % 3]
+        while (rows.length < length).any():
+            left = length - rows.length
+            most = (1, 4, length)[trial % 3]
             if trial == 0:  # one row after the other, token by token
                 own = [int(np.flatnonzero(left)[0])]
             else:
@@ -128,6 +127,18 @@ def test_logits_of_any_cut_are_bitwise_equal(oracle_models: Path, dtype: str, th
         for row, found in pieces.items():
             reference.setdefault(row, torch.cat(found))
             assert torch.equal(torch.cat(found), reference[row]), (trial, row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_nothing(oracle_models: Path, dtype: str) -> None:
+    engine = engine_of(oracle_models / "llama", dtype=dtype)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        rows = shuffled(engine, expected(oracle_models / "llama").token_ids)
+        rows.logits({0: 30, 3: 40})
+        found.append(torch.cat(rows.logits({0: 6, 1: 5, 3: 1})))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("fault", ["rows", "query"])
