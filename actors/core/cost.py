@@ -75,7 +75,7 @@ class GroupTimes:
         extra = (1,) * (drafts.ndim - 1)
         tokens = drafts + self.base_tokens.reshape(-1, *extra)
         times = np.empty(drafts.shape)
-        for curve, rows in self._kinds():
+        for curve, rows in kinds_of(self.curves):
             times[rows] = curve.verify_time_s(tokens[rows])
         return times * self.scale.reshape(-1, *extra) + self.offset_s.reshape(-1, *extra)
 
@@ -83,7 +83,7 @@ class GroupTimes:
         """The most draft tokens each rank can take without f_r passing a level: [n, G], -1 where none fits at all."""
         room = (levels_s * (1 + _ROUNDING) - self.offset_s[:, None]) / self.scale[:, None]
         most = np.empty(room.shape)
-        for curve, rows in self._kinds():
+        for curve, rows in kinds_of(self.curves):
             most[rows] = _most_tokens(curve, room[rows])
         drafts = np.clip(np.floor(most + 1e-9) - self.base_tokens[:, None], -1, 2**31)
         return drafts.astype(np.int64)
@@ -94,14 +94,16 @@ class GroupTimes:
         total = int(self.base_tokens.sum() + drafts.sum())
         return float(self.rank_times_s(drafts).max() + self.shared(total))
 
-    def _kinds(self) -> list[tuple[CostCurve, npt.NDArray[np.intp]]]:
-        first = self.curves[0]
-        if all(curve is first for curve in self.curves):
-            return [(first, np.arange(len(self.curves)))]
-        kinds: dict[int, tuple[CostCurve, list[int]]] = {}
-        for row, curve in enumerate(self.curves):
-            kinds.setdefault(id(curve), (curve, []))[1].append(row)
-        return [(curve, np.array(rows)) for curve, rows in kinds.values()]
+
+def kinds_of(curves: tuple[CostCurve, ...]) -> list[tuple[CostCurve, npt.NDArray[np.intp]]]:
+    """Each different curve with the ranks that share it."""
+    first = curves[0]
+    if all(curve is first for curve in curves):
+        return [(first, np.arange(len(curves)))]
+    kinds: dict[int, tuple[CostCurve, list[int]]] = {}
+    for row, curve in enumerate(curves):
+        kinds.setdefault(id(curve), (curve, []))[1].append(row)
+    return [(curve, np.array(rows)) for curve, rows in kinds.values()]
 
 
 def _most_tokens(curve: CostCurve, level_s: Float64) -> Float64:
@@ -165,11 +167,15 @@ class LockstepModel:
         """What the coming step will cost, as a function of the draft tokens of each rank."""
         assert len(steps) == len(self.rank_scale)
         scale = self.rank_scale * max(self._weights[0], 1e-3)
-        drafting = np.array([drafting_s(step.curve, step.num_requests) for step in steps])
+        curves = tuple(step.curve for step in steps)
+        requests = np.array([step.num_requests for step in steps])
+        drafting = np.empty(len(steps))
+        for curve, rows in kinds_of(curves):
+            drafting[rows] = drafting_s(curve, requests[rows])
         context = np.array([step.context_tokens for step in steps], np.float64)
         context_s = self._weights[1] * self._unit * context / 1e6
         return GroupTimes(
-            tuple(step.curve for step in steps),
+            curves,
             scale,
             scale * drafting + context_s,
             np.array([step.batch_tokens for step in steps], np.int64),
@@ -215,7 +221,7 @@ class LockstepModel:
         predicted = times.step_time_s(np.zeros(len(times.scale)))
         curve_s = (
             float(step.curve.verify_time_s(step.batch_tokens))
-            + drafting_s(step.curve, step.num_requests)
+            + float(drafting_s(step.curve, step.num_requests))
         ) * self.rank_scale[slowest]
         features = np.concatenate(
             [
@@ -256,10 +262,11 @@ class LockstepModel:
         return seconds
 
 
-def drafting_s(curve: CostCurve, num_requests: int) -> float:
-    """Seconds of drafting for these many requests."""
-    verify = float(curve.verify_time_s(curve.batch_tokens[0]))
-    return float(curve.step_time_s_at(num_requests, curve.batch_tokens[0])) - verify
+def drafting_s(curve: CostCurve, num_requests: npt.ArrayLike) -> Float64:
+    """Seconds of drafting for these many requests, any shape; nothing for none."""
+    requests = np.asarray(num_requests, np.float64)
+    seconds = np.interp(requests, curve.draft_requests, curve.draft_time_s)
+    return seconds * np.where(requests > 0, np.maximum(requests / curve.draft_requests[-1], 1.0), 0.0)
 
 
 def _hat(knots: Float64, at: float) -> Float64:

@@ -1,0 +1,145 @@
+"""Budgets for ranks that step together: a `BudgetSolver` for the allocator, joint within each lockstep group.
+
+It learns the step time of each group from the reports of its ranks. Where a group cannot be planned jointly (no curve
+yet, a flat one, or predictions that have parted from what is served), each of its ranks gets the budget it would
+have chosen by itself, and the rule says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.capacity import RankView
+from actors.core.cost import LockstepModel, RankStep
+from actors.core.joint import JointPlan, plan_group
+from actors.core.messages import StepReport
+from actors.core.prefix_scheduler import Budget, lagged_budget
+from actors.core.sps import CostCurve
+
+Float32 = npt.NDArray[np.float32]
+
+MISTRUSTED = "model_mistrusted"
+
+
+@dataclass
+class _Group:
+    """What is known of one group: its model, and the newest report and view of each of its ranks."""
+
+    ranks: tuple[str, ...]
+    model: LockstepModel
+    reports: dict[str, StepReport] = field(default_factory=dict)
+    views: dict[str, RankView] = field(default_factory=dict)
+    learned_step: int = -1
+    plan: JointPlan | None = None
+
+    def curves(self) -> list[CostCurve]:
+        """The curve of every rank; empty while none is known. A rank that never ran is taken to be like the first."""
+        known = {rank: view.times.curve for rank, view in self.views.items()}
+        first = next((curve for curve in known.values() if curve is not None), None)
+        return [] if first is None else [known.get(rank) or first for rank in self.ranks]
+
+    def survivals(self, rank: str) -> Float32:
+        """The last a rank showed; none when it is idle now or never ran."""
+        view, report = self.views.get(rank), self.reports.get(rank)
+        shown = next(iter(self.views.values())).survivals if view is None else view.survivals
+        idle = view is None or (report is not None and not report.num_requests)
+        return shown[:0] if idle else shown
+
+
+class JointSolver:
+    """One for all groups of a cluster.
+
+    The shell hands it every report that `Allocator.fold` took in (`observe`), and gives it to the allocator as its
+    `solver`. A rank that is in no group is planned by itself.
+
+    Attributes:
+        num_fallbacks: plans that were left to the ranks, because the model of their group was not to be trusted.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[str]], shared_knots: Sequence[float] = ()) -> None:
+        self._groups: dict[str, _Group] = {}
+        for ranks in groups:
+            group = _Group(tuple(ranks), LockstepModel(len(ranks), shared_knots))
+            self._groups.update(dict.fromkeys(ranks, group))
+        self.num_fallbacks = 0
+
+    def model_of(self, rank: str) -> LockstepModel | None:
+        """The step-time model of a rank's group; its `prediction_error` is exported."""
+        group = self._groups.get(rank)
+        return group.model if group else None
+
+    def plan_of(self, rank: str) -> JointPlan | None:
+        """The newest joint plan of a rank's group."""
+        group = self._groups.get(rank)
+        return group.plan if group else None
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step once all ranks of the group have reported it. Steps with prefill cost differently."""
+        group = self._groups.get(report.rank.name)
+        if group is None:
+            return
+        group.reports[report.rank.name] = report
+        reports = [group.reports.get(rank) for rank in group.ranks]
+        complete = [r for r in reports if r is not None and r.step == report.step]
+        if len(complete) < len(group.ranks) or report.step <= group.learned_step:
+            return
+        group.learned_step = report.step
+        curves = group.curves()
+        plain = not any(r.num_prefill_tokens for r in complete)
+        if curves and plain and any(r.num_requests for r in complete):
+            steps = [
+                RankStep(curve, r.num_requests, r.batch_tokens, r.context_tokens)
+                for curve, r in zip(curves, complete, strict=True)
+            ]
+            group.model.fold(steps, max(r.step_time_s + r.draft_wait_s for r in complete))
+
+    def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]:
+        """One budget a view. Ranks of a group without a new view count with the last they showed."""
+        for view in views:
+            group = self._groups.get(view.rank)
+            if group is not None:
+                group.views[view.rank] = view
+        planned: dict[str, Budget] = {}
+        budgets = []
+        for view in views:
+            group = self._groups.get(view.rank)
+            if group is not None and view.rank not in planned:
+                planned.update(self._plan(group, min_predicted_gain))
+            budgets.append(planned.get(view.rank) or _alone(view, min_predicted_gain))
+        return budgets
+
+    def _plan(self, group: _Group, min_predicted_gain: float) -> dict[str, Budget]:
+        """Budgets of all ranks of a group, or none where the group has to be left to its ranks."""
+        group.plan = None
+        if not group.model.is_trusted:
+            self.num_fallbacks += 1
+            return {
+                rank: _named(_alone(view, min_predicted_gain), MISTRUSTED)
+                for rank, view in group.views.items()
+            }
+        curves = group.curves()
+        if not curves or any(curve.is_flat for curve in curves):
+            return {}
+        rows = [group.survivals(rank) for rank in group.ranks]
+        requests = np.array([len(survivals) for survivals in rows], np.int64)
+        steps = []
+        for rank, curve, survivals in zip(group.ranks, curves, rows, strict=True):
+            view, report = group.views.get(rank), group.reports.get(rank)
+            tokens = len(survivals) + (view.num_other_tokens if view else 0)
+            context = report.context_tokens if report else 0
+            steps.append(RankStep(curve, len(survivals), tokens, context))
+        times = group.model.times(steps)
+        group.plan = plan_group(np.concatenate(rows), requests, times, min_predicted_gain)
+        return dict(zip(group.ranks, group.plan.budgets(), strict=True))
+
+
+def _alone(view: RankView, min_predicted_gain: float) -> Budget:
+    return lagged_budget(view.survivals, view.times, view.num_other_tokens, min_predicted_gain)
+
+
+def _named(budget: Budget, rule: str) -> Budget:
+    return Budget(budget.max_draft_tokens, budget.min_survival, rule)

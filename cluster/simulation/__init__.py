@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a cluster with the decisions of `actors.core` (the command is `cluster.simulate`)."""

@@ -1,0 +1,104 @@
+"""The decisions of one simulated lockstep group, taken by the code that serves: deciders, local policies, allocator."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.capacity import Allocator, LocalPolicy
+from actors.core.lockstep_solver import JointSolver
+from actors.core.messages import Endpoint, StepReport
+from actors.core.prefix_scheduler import allocate
+from actors.core.sps import CostCurve
+from actors.core.verify_decision import VerifyDecider
+from cluster.simulation.machine import Hardware
+from cluster.simulation.scenario import Scenario, System
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+UNLIMITED = 2**31 - 1
+
+
+class GroupPolicy:
+    """Every rank decides as a served one does; with `joint`, the allocator sends it budgets two steps ahead."""
+
+    def __init__(self, system: System, hardware: Hardware, scenario: Scenario, group: int) -> None:
+        self.system = system
+        self.tenants = scenario.tenants
+        n = len(hardware.speed)
+        self.ranks = [
+            Endpoint(f"group-{group}-rank-{rank}", "target", "", "", "simulated")
+            for rank in range(n)
+        ]
+        self._deciders: list[VerifyDecider] = []
+        self._locals: list[LocalPolicy] = []
+        joint = system.policy == "joint"
+        for endpoint in self.ranks:
+            policy = LocalPolicy(
+                "lagged" if system.policy == "joint" else system.policy,
+                static_length=system.length,
+                static_threshold=system.threshold,
+                min_predicted_gain=system.min_predicted_gain,
+            )
+            # Alone on a group's curve a rank can only assume that the others do as it does.
+            profile = hardware.profile(endpoint, alone=False)
+            policy.times.measured(CostCurve.of(profile))
+            self._locals.append(policy)
+            self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
+        self.solver: JointSolver | None = None
+        self._allocator: Allocator | None = None
+        if joint:
+            self.solver = JointSolver([[endpoint.name for endpoint in self.ranks]])
+            self._allocator = Allocator(
+                solver=self.solver,
+                min_predicted_gain=system.min_predicted_gain,
+                max_report_age_s=float("inf"),
+            )
+            for endpoint in self.ranks:
+                self._allocator.fold(hardware.profile(endpoint, alone=True), 0.0)
+
+    def decide(
+        self,
+        rank: int,
+        step: int,
+        survivals: Float32,
+        caps: Int32,
+        tenants: Int64,
+        num_prefill_tokens: int,
+        context_tokens: int,
+    ) -> Int32:
+        """verify_len of each row of a rank."""
+        assert len(tenants) == len(caps)
+        decision = self._deciders[rank].decide(
+            step,
+            (),
+            survivals,
+            caps,
+            np.ones(len(caps), bool),
+            UNLIMITED,
+            num_prefill_tokens,
+            context_tokens,
+        )
+        return decision.verify_len
+
+    def reported(self, reports: list[StepReport], now: float) -> None:
+        """After a step: learn from it, and hand out the budgets for the step after the next."""
+        if self._allocator is None or self.solver is None:
+            if len(self.ranks) == 1 and self.system.learn:
+                report = reports[0]
+                self._locals[0].times.fold(
+                    report.num_requests,
+                    report.batch_tokens,
+                    report.num_prefill_tokens,
+                    report.step_time_s,
+                )
+            return
+        for report in reports:
+            self._allocator.fold(report, now)
+            if self.system.learn:
+                self.solver.observe(report)
+        at = {endpoint.name: rank for rank, endpoint in enumerate(self.ranks)}
+        for budget in self._allocator.budgets(now):
+            self._deciders[at[budget.rank]].budgets.offer(budget, reports[0].step)
