@@ -7,6 +7,7 @@ answer while the loop computes; what touches the state is handed to the loop and
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -100,7 +101,7 @@ class Shell:
         self.link: Link
         self.peers = Peers(version=0)
         self._link_kind = link_kind
-        self._on_failure = on_failure or self._end_process
+        self._on_failure = self._end_process if on_failure is None else on_failure
         self._phase: Phase = "starting"
         self._detail = ""
         self._last_turn = time.monotonic()
@@ -249,6 +250,7 @@ class Shell:
         return await asyncio.wait_for(asyncio.wrap_future(answer), CONTROL_TIMEOUT_S)
 
 
+@functools.cache
 def _node_ip() -> str:
     import ray
 

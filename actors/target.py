@@ -30,9 +30,9 @@ IDLE_TURN_S = 1.0  # reservations that nobody used expire in the meantime
 MAX_FAILURES_IN_A_ROW = 3
 
 TargetEngineFactory = Callable[[ClusterConfig, Seat], TargetEngine]
+# Batch tokens [G], requests [G] and median seconds [G] of complete steps.
 StepTimes = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
-"""Batch tokens [G], requests [G] and median seconds [G] of complete steps."""
 
 
 class TargetActor(Shell):
@@ -62,11 +62,9 @@ class TargetActor(Shell):
         self._engine: TargetEngine
         self._rank: Rank
         self._spec: TargetSpec | None = None
+        policy = config.policy
         self._policy = LocalPolicy(
-            config.policy.name,
-            config.policy.static_length,
-            config.policy.static_threshold,
-            config.policy.min_predicted_gain,
+            policy.name, policy.static_length, policy.static_threshold, policy.min_predicted_gain
         )
         self._profile: RankProfile | None = None
         self._is_row_invariant: bool | None = None

@@ -30,7 +30,7 @@ from actors.target import TargetActor
 from cluster.app import IngressStartError
 from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import Placement, Slot, plan_placement
-from cluster.ray_session import RaySession, RaySessionError
+from cluster.ray_session import RaySession, RaySessionError, log_folder
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
 
@@ -101,16 +101,25 @@ def launch(
     def note(text: str) -> None:
         progress(f"{text} ({time.monotonic() - started:.1f} s)")
 
-    placement = plan_placement(config, os.cpu_count() or 1)
     try:
-        running.parts.fetch_model(config)
-        os.environ.update(running.parts.environment(config))  # Serve reads it when it is imported
-        session.open(placement.num_cpus + INGRESS_CPUS)
+        endpoint_url = _bring_up(config, running, note)
     except (RaySessionError, ModelNotFoundError, IngressStartError) as error:
         raise LaunchError(str(error)) from error
+    except RayError as error:
+        raise LaunchError(f"Ray: {error}; see {log_folder()}") from error
+    note(f"ingress ready at {endpoint_url}")
+    return LaunchedCluster(endpoint_url, session.address, NAMESPACE)
+
+
+def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
+    parts, session = running.parts, running.session
+    parts.fetch_model(config)
+    os.environ.update(parts.environment(config))  # Serve reads it when it is imported
+    placement = plan_placement(config, os.cpu_count() or 1)
+    session.open(placement.num_cpus + INGRESS_CPUS)
     note("Ray is up")
     if not session.is_local:
-        placement = plan_placement(config, *_cluster_shape())
+        placement = plan_placement(config, *session.shape())
     _reserve(placement)
     # Links listen on loopback unless the cluster may have other machines.
     _start_actors(config, placement, host="127.0.0.1" if session.is_local else None)
@@ -119,12 +128,11 @@ def launch(
     session.remember_processes()
     running.ingress_started = True
     try:
-        endpoint_url = running.parts.run_ingress(config)
-    except (RayError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-        raise LaunchError(f"ingress: {error}; see {_log_folder()}") from error
-    session.remember_processes()
-    note(f"ingress ready at {endpoint_url}")
-    return LaunchedCluster(endpoint_url, session.address, NAMESPACE)
+        return parts.run_ingress(config)
+    except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+        raise LaunchError(f"ingress: {error}; see {log_folder()}") from error
+    finally:
+        session.remember_processes()
 
 
 def shutdown() -> None:
@@ -149,13 +157,6 @@ def shutdown() -> None:
 
 
 # --- starting ----------------------------------------------------------------------------------------
-
-
-def _cluster_shape() -> tuple[int, int]:
-    """Cores of the smallest node, and the number of nodes."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    cores = [int(node["Resources"].get("CPU", 1)) for node in nodes]
-    return max(1, min(cores, default=1)), max(1, len(nodes))
 
 
 def _reserve(placement: Placement) -> None:
@@ -245,7 +246,7 @@ def _await_ready(note: Progress) -> None:
         if time.monotonic() > deadline:
             late = [f"{m['name']}: {m['reason']}" for m in status["members"] if m["reason"]]
             raise LaunchError(
-                f"not ready within {START_TIMEOUT_S:g} s: {'; '.join(late)}; see {_log_folder()}"
+                f"not ready within {START_TIMEOUT_S:g} s: {'; '.join(late)}; see {log_folder()}"
             )
         time.sleep(POLL_INTERVAL_S)
 
@@ -254,19 +255,14 @@ def _status(supervisor: Any) -> dict[str, Any]:
     try:
         status: dict[str, Any] = ray.get(supervisor.status.remote(), timeout=STATUS_TIMEOUT_S)
     except RayError as error:
-        raise LaunchError(f"supervisor: {error}; see {_log_folder()}") from error
+        raise LaunchError(f"supervisor: {error}; see {log_folder()}") from error
     return status
 
 
 def _raise_if_failed(member: dict[str, Any]) -> None:
     if member["last_failure"] or member["state"] == "dead":
         cause = member["last_failure"] or member["reason"]
-        raise LaunchError(f"{member['name']} could not start: {cause} (logs: {_log_folder()})")
-
-
-def _log_folder() -> str:
-    node: Any = ray._private.worker.global_worker.node
-    return str(node.get_logs_dir_path()) if node is not None else "the logs of Ray"
+        raise LaunchError(f"{member['name']} could not start: {cause} (logs: {log_folder()})")
 
 
 # --- stopping ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -83,6 +84,12 @@ class RaySession:
     def address(self) -> str:
         return str(ray.get_runtime_context().gcs_address)
 
+    def shape(self) -> tuple[int, int]:
+        """Cores of the smallest node, and the number of nodes."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        cores = [int(node["Resources"].get("CPU", 1)) for node in nodes]
+        return max(1, min(cores, default=1)), max(1, len(nodes))
+
     def remember_processes(self) -> None:
         if self.is_local:
             self._processes |= set(psutil.Process().children(recursive=True)) - self._strangers
@@ -112,6 +119,12 @@ class RaySession:
                 "check the address, and that RAY_AUTH_MODE and ~/.ray/auth_token are the cluster's"
             )
         return "look at free memory and at the logs below RAY_TMPDIR (by default /tmp/ray)"
+
+
+def log_folder() -> str:
+    """Where the actors' own output lies."""
+    node: Any = ray._private.worker.global_worker.node
+    return str(node.get_logs_dir_path()) if node is not None else "the logs of Ray"
 
 
 def _hide_token() -> None:
