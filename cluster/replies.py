@@ -53,8 +53,8 @@ async def whole_answer(answers: list[Answer], envelope: Envelope) -> dict[str, A
 
 def failure_of(error: StreamError) -> ApiError:
     """What a client is told of a stream that broke off."""
-    status = 504 if error.code == "request_timeout" else 500
-    return ApiError(status, str(error), code=error.code)
+    statuses = {"request_timeout": 504, "shutting_down": 503}
+    return ApiError(statuses.get(error.code, 500), str(error), code=error.code)
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A process with a Ray of its own: the real Serve application over one scripted rank. Driven by lines on stdin.
 
-Serve reads its environment on import, so it cannot share a process with other tests. Commands: `admitted` and
-`aborted` print how many requests the rank was given and told to stop, `quit` ends.
+Serve reads its environment on import, so it cannot share a process with other tests. Commands: `aborted` prints how
+many requests the rank was told to stop, `quit` ends.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def main(port: int, proxy: str) -> None:
     try:
         say(f"READY {run_ingress(config)}")
         commands: dict[str, Callable[[], object]] = {
-            "aborted": lambda: len(rank.aborted),
-            "admitted": lambda: len(rank.admitted),
+            "aborted": lambda: len({abort.request_id for abort in rank.aborted}),
         }
         for line in sys.stdin:
             if line.strip() == "quit":
@@ -74,7 +73,7 @@ def main(port: int, proxy: str) -> None:
 
 
 def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(f"> {line}\n")
     sys.stdout.flush()
 
 

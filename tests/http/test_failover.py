@@ -197,3 +197,19 @@ async def test_a_rank_that_always_fails_does_not_keep_the_client_for_ever(launch
         reader = await Reader().read(server)
         assert reader.error is not None and reader.error["code"] == "stream_lost"
         assert len(rank.admitted) == 4
+
+
+async def test_shutting_down_ends_streams_with_an_error_event_and_takes_nothing_new(launch):
+    async with launch() as server:
+        rank = server.ranks[0]
+        rank.num_tokens_before_pause = 10
+        reading = asyncio.create_task(Reader().read(server))
+        await server.until(lambda: rank._running and next(iter(rank._running.values()))[1] == 10)
+        await asyncio.sleep(0.05)
+        await server.dispatcher.end_streams("going down")
+        reader = await reading
+        assert reader.text == TEXT[:10]
+        assert reader.error is not None and reader.error["code"] == "shutting_down"
+        await server.until(lambda: rank.aborted)
+        answer = await server.client.post(CHAT_PATH, json=CHAT)
+        assert answer.status_code == 503 and "going down" in answer.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -65,17 +66,21 @@ class ServeProcess:
             time.sleep(0.02)
 
     def quit(self) -> None:
-        if self.process.poll() is None:
-            self.ask("quit")
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if self.process.poll() is None and not self.process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self.ask("quit")
         self.process.wait(60)
         self.log.close()
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        for line in self.process.stdout:
+            if line.startswith("> "):  # Ray prints there too
+                return line.removeprefix("> ").strip()
+        return ""
 
 
 @pytest.fixture(scope="module", params=["haproxy", "python"])
@@ -138,3 +143,21 @@ def test_errors_keep_their_shape_through_the_proxy(served):
     answer = httpx.post(f"{served.url}/chat/completions", json=body)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
     assert httpx.get(served.url.removesuffix("/v1") + "/health").json()["status"] == "ready"
+
+
+def test_shutdown_ends_open_streams_with_an_error_event(served):
+    """The last test here: nothing is served afterwards."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with (
+        httpx.Client(base_url=served.url, timeout=30) as client,
+        client.stream("POST", "/chat/completions", json=body) as response,
+    ):
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(served.ask, "quit")
+            assert (
+                json.loads(list(lines)[-1].removeprefix("data: "))["error"]["code"]
+                == "shutting_down"
+            )
+            assert stopped.result() == "STOPPED"

@@ -1,0 +1,59 @@
+"""Which proxy stands in front of the ingress."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster import serve_proxy
+from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
+from configs.schema import IngressConfig
+
+
+def test_haproxy_gets_a_folder_and_ports_of_its_own(monkeypatch):
+    first, second = serve_environment(IngressConfig()), serve_environment(IngressConfig())
+    assert first["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    for name in ("HAPROXY_SERVER_STATE_BASE", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
+        assert first[f"RAY_SERVE_{name}"] != second[f"RAY_SERVE_{name}"]
+    for environment in (first, second):
+        folder = Path(environment["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"])
+        assert folder.stat().st_mode & 0o077 == 0
+        monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(folder))
+        remove_proxy_files()
+        assert not folder.exists()
+
+
+def test_the_starter_turns_splicing_off(monkeypatch):
+    environment = serve_environment(IngressConfig())
+    starter = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    assert " -dS " in starter.read_text()
+    version = subprocess.run([starter, "-v"], capture_output=True, text=True, check=True).stdout
+    assert "HAProxy" in version
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(starter.parent))
+    remove_proxy_files()
+
+
+def test_a_missing_haproxy_is_said_once_and_the_python_proxy_serves(monkeypatch, caplog):
+    def no_module(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(serve_proxy, "import_module", no_module)
+    with caplog.at_level(logging.WARNING):
+        environment = serve_environment(IngressConfig())
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment
+    assert len(caplog.records) == 1 and "Python proxy" in caplog.text
+    with pytest.raises(IngressStartError, match=r"ingress\.proxy='haproxy'"):
+        serve_environment(IngressConfig(proxy="haproxy"))
+
+
+def test_the_python_proxy_can_be_asked_for():
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in serve_environment(IngressConfig(proxy="python"))
+
+
+def test_only_our_own_folder_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(tmp_path))
+    remove_proxy_files()
+    assert tmp_path.exists()
