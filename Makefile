@@ -9,7 +9,6 @@ PIP := $(BIN)/pip --disable-pip-version-check
 ARGS ?=
 
 GROUPS := architecture pure torch_cpu ray_local http
-export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help setup serve test lint format oracle clean
@@ -25,7 +24,9 @@ help:
 # torch goes first and alone: resolved together with the rest, pip would fetch the CUDA build on a CPU machine.
 .venv/.torch: constraints.txt
 	@echo "setup: creating .venv and installing torch (about a minute)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "setup: $(PYTHON) is older than 3.11; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(PIP) install -qq "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
@@ -43,7 +44,7 @@ help:
 # transformers is only an oracle: it must never share an environment with our `kernels` package.
 .oracle/.ready: constraints.txt
 	@echo "setup: creating .oracle with transformers (about a minute)"
-	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
+	@test -x .oracle/bin/pip || $(PYTHON) -m venv .oracle
 	@.oracle/bin/pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)"
 	@.oracle/bin/pip --disable-pip-version-check install -qq -c constraints.txt transformers safetensors numpy
 	@.oracle/bin/pip --disable-pip-version-check check
@@ -54,7 +55,7 @@ setup: .venv/.ready
 oracle: .oracle/.ready
 
 serve: .venv/.runtime
-	@exec env -u OMP_NUM_THREADS $(BIN)/dspark serve $(ARGS)
+	@exec $(BIN)/dspark serve $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
@@ -67,6 +68,7 @@ format: .venv/.ready
 	$(BIN)/ruff check --fix .
 
 # Groups run from cheap to dear and stop at the first that fails. The pure group is the one whose coverage counts.
+test: export OMP_NUM_THREADS := 1
 test: lint oracle
 	@for group in $(GROUPS); do \
 	  compgen -G "tests/$$group/test_*.py" >/dev/null || { echo "tests/$$group: no tests"; continue; }; \
