@@ -29,6 +29,7 @@ ERROR_SMOOTHING = 0.95
 MIN_SERVED_STEPS = 16
 MAX_ERROR_LOG = 0.35  # mean prediction error above which the model is not to be searched over
 RANK_STEP_LOG = 0.01  # how fast the factor of a single rank moves
+RANK_NOISE_LOG = 0.02  # a mean gap below this says nothing about one rank
 _ROUNDING = 1e-12
 
 
@@ -147,7 +148,9 @@ class LockstepModel:
         self.num_steps = self.num_outliers = self.num_restarts = 0
         self._surprises = 0
         self._error_log = 0.0
-        # Unknowns: the common factor of all curves, seconds a context token, then g at its knots. Relative to `_unit`.
+        self._rank_gap = np.zeros(num_ranks)
+        # Unknowns: the common factor of all curves; then, in `_unit`s, the cost of a million context tokens, what g
+        # costs at its first knot, and what it adds up to each following one. None is negative.
         self._weights = np.zeros(2 + len(knots))
         self._weights[0] = 1.0
         self._covariance = self._prior()
@@ -226,7 +229,7 @@ class LockstepModel:
         features = np.concatenate(
             [
                 [curve_s, step.context_tokens / 1e6 * self._unit],
-                _hat(self._knots, total) * self._unit,
+                _ramps(self._knots, total) * self._unit,
             ]
         )
         features /= predicted
@@ -242,9 +245,12 @@ class LockstepModel:
             self._scale_rank(slowest, gap)
 
     def _scale_rank(self, slowest: int, gap: float) -> None:
-        """One rank's factor creeps by a bounded step; the mean stays one, since the common factor holds the rest."""
-        move = float(np.clip(0.1 * gap, -RANK_STEP_LOG, RANK_STEP_LOG))
-        self.rank_scale[slowest] *= np.exp(move)
+        """One rank's factor creeps while steps it holds up keep missing one way; the mean stays one, since the common
+        factor holds the rest. Small gaps are noise: following them would make the slowest rank of the moment slower."""
+        smoothed = 0.9 * self._rank_gap[slowest] + 0.1 * gap
+        self._rank_gap[slowest] = smoothed
+        beyond = np.sign(smoothed) * max(abs(smoothed) - RANK_NOISE_LOG, 0.0)
+        self.rank_scale[slowest] *= np.exp(np.clip(0.1 * beyond, -RANK_STEP_LOG, RANK_STEP_LOG))
         self.rank_scale /= np.exp(np.log(self.rank_scale).mean())
 
     def _restart(self) -> None:
@@ -254,11 +260,11 @@ class LockstepModel:
         self._covariance = self._prior()
 
     def _prior(self) -> Float64:
-        """How far each unknown may lie from its start: the curve's factor freely, the rest as far as steps say so."""
-        return np.diag([1.0, 1.0] + [0.03] * len(self._knots))
+        """How far each unknown may lie from its start, before steps say so: the square of the deviation."""
+        return np.diag([0.25, 1.0, 0.1] + [0.03] * (len(self._knots) - 1))
 
     def _shared_s(self) -> Float64:
-        seconds: Float64 = np.maximum.accumulate(self._weights[2:]) * self._unit
+        seconds: Float64 = np.cumsum(self._weights[2:]) * self._unit
         return seconds
 
 
@@ -266,13 +272,12 @@ def drafting_s(curve: CostCurve, num_requests: npt.ArrayLike) -> Float64:
     """Seconds of drafting for these many requests, any shape; nothing for none."""
     requests = np.asarray(num_requests, np.float64)
     seconds = np.interp(requests, curve.draft_requests, curve.draft_time_s)
-    return seconds * np.where(requests > 0, np.maximum(requests / curve.draft_requests[-1], 1.0), 0.0)
+    return seconds * np.where(
+        requests > 0, np.maximum(requests / curve.draft_requests[-1], 1.0), 0.0
+    )
 
 
-def _hat(knots: Float64, at: float) -> Float64:
-    """Weights of the knots in the value of a piecewise straight function at `at`; held level outside."""
-    high = int(np.clip(np.searchsorted(knots, at), 1, len(knots) - 1))
-    share = np.clip((at - knots[high - 1]) / (knots[high] - knots[high - 1]), 0.0, 1.0)
-    weights = np.zeros(len(knots))
-    weights[high - 1], weights[high] = 1.0 - share, share
-    return weights
+def _ramps(knots: Float64, at: float) -> Float64:
+    """How much of the first knot's cost (all of it) and of every further piece is spent at `at`: [K]."""
+    pieces = np.clip((at - knots[:-1]) / np.diff(knots), 0.0, 1.0)
+    return np.concatenate([[1.0], pieces])
