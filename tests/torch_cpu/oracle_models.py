@@ -31,15 +31,15 @@ class Expected:
 
     token_ids: list[np.ndarray]  # [n]
     logits: list[Tensor]  # [n, vocab]
-    taps: list[Tensor]  # [n, 2 * hidden]
+    taps: list[Tensor]  # [n, 2 * hidden]; none of the bundled model
 
 
 def expected(model_dir: Path) -> Expected:
     with safe_open(model_dir / "expected.bin", framework="pt") as file:
-        num_rows = sum(name.startswith("ids.") for name in file.keys())  # noqa: SIM118
+        names = sorted(file.keys())
 
         def rows(kind: str) -> list[Tensor]:
-            return [file.get_tensor(f"{kind}.{row}") for row in range(num_rows)]
+            return [file.get_tensor(name) for name in names if name.startswith(f"{kind}.")]
 
         return Expected([ids.numpy() for ids in rows("ids")], rows("logits"), rows("taps"))
 

@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.engine.checkpoint import UnsupportedModelError, find_model, model_config
-from actors.engine.target_engine import load_engine
 from actors.engine.weights import CheckpointError
-from configs.schema import ClusterConfig
 from tests.torch_cpu.oracle_models import engine_of
 
 
@@ -140,12 +138,3 @@ def test_the_identity_follows_weights_dtype_and_threads(model_dir: Path) -> None
     edit_tensors(model_dir, lambda tensors: tensors["model.norm.weight"].mul_(2))
     changed.add(engine_of(model_dir).spec.identity)
     assert len(changed | {first}) == 5
-
-
-@pytest.mark.weights
-def test_the_bundled_model_loads_and_its_rows_are_independent() -> None:
-    torch.set_num_threads(1)
-    engine = load_engine(ClusterConfig(), (2, 28), progress=False)
-    assert (engine.spec.num_layers, engine.spec.vocab_size) == (30, 49152)
-    assert engine.spec.feature_dim == 2 * 576
-    assert engine.check_row_invariance()

@@ -1,6 +1,6 @@
 """Writes tiny random checkpoints and what transformers makes of them. Run by an interpreter of its own, never imported.
 
-usage: python -I transformers_oracle.py OUT_DIR
+usage: python -I transformers_oracle.py OUT_DIR [MODEL_DIR]     with MODEL_DIR: what it makes of that model instead
 """
 
 import sys
@@ -93,5 +93,19 @@ def expectations(model: torch.nn.Module, config: object) -> dict[str, torch.Tens
     return found
 
 
+def describe(out_dir: Path, model_dir: Path) -> None:
+    """Random tokens, then a text the model writes itself: the near-certain and the undecided."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        prompt = torch.randint(0, model.config.vocab_size, (1, 24))
+        written = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=-1)
+        logits = model(written).logits[0].contiguous()
+    save_file({"ids.0": written[0], "logits.0": logits}, out_dir / "expected.bin")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        describe(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))
