@@ -126,11 +126,17 @@ class Dispatcher:
                     self._loop.call_soon_threadsafe(self.receive, messages, lost)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
+        last_failure = ""
         while True:
             try:
                 await work()
-            except Exception:  # one bad round must not end the loop that keeps streams alive
-                logger.exception("%s failed; going on", work.__name__)
+                last_failure = ""
+            except (
+                Exception
+            ) as error:  # one bad round must not end the loop that keeps streams alive
+                if repr(error) != last_failure:
+                    logger.exception("%s failed; going on", work.__name__)
+                last_failure = repr(error)
             await asyncio.sleep(period_s)
 
     # --- streams ----------------------------------------------------------------------------------------------------

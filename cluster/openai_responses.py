@@ -11,13 +11,16 @@ from cluster.streams import SpeculationCounts
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
+# Line ends to Unicode, so to clients that split text and not bytes; JSON itself would leave them as they are.
+_LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
+
+
 def sse_event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return (
-        b"data: "
-        + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-        + b"\n\n"
-    )
+    """One server-sent event, on one line whatever its text."""
+    line = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    if not line.isascii():
+        line = line.translate(_LINE_ENDS)
+    return f"data: {line}\n\n".encode()
 
 
 def usage_of(

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.http.harness import CHAT
 
@@ -151,6 +152,13 @@ async def test_characters_split_over_tokens_arrive_whole(launch):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+async def test_text_with_unicode_line_ends_stays_on_its_line(launch):
+    text = "a\u2028b\u2029c\x85d\x1ce\nf\r\ng"
+    async with launch(text=text) as server:
+        events = await events_of(server.client, "/v1/chat/completions", CHAT)
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1]) == text
+
+
 async def test_unmodified_openai_client_streams_and_completes(launch):
     async with (
         launch(text="Hello, wörld!") as server,
@@ -187,6 +195,7 @@ async def test_models_health_and_metrics(launch):
         assert health.status_code == 200 and health.json()["status"] == "ready"
         await server.client.post("/v1/chat/completions", json=CHAT)
         metrics = (await server.client.get("/metrics")).text
+        assert len(list(text_string_to_metric_families(metrics))) > 15
         lines = dict(
             line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")
         )

@@ -1,0 +1,110 @@
+"""From a checked request to lengths, sampling and stop rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.intake import COMPLETION_MAX_TOKENS, Intake, IntakeLimits, Job
+from cluster.model_files import text_files
+from cluster.openai_api import ApiError, ChatRequest, CompletionRequest, parse_request
+from cluster.text import ModelFilesError, TextCodec
+
+LIMITS = IntakeLimits("m", max_model_len=256, default_max_tokens=100, max_stop_strings=2)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.from_directory(text_files("smollm2-135m"))
+
+
+@pytest.fixture
+def intake(codec: TextCodec) -> Intake:
+    return Intake(codec, LIMITS, draw_key=lambda: 77)
+
+
+def chat(intake: Intake, content: str = "hi", **fields: Any) -> Job:
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+    (job,) = intake.jobs(parse_request(ChatRequest, json.dumps(body).encode()), "id", None)
+    return job
+
+
+def completions(intake: Intake, prompt: Any, **fields: Any) -> list[Job]:
+    body = {"model": "m", "prompt": prompt, **fields}
+    return intake.jobs(parse_request(CompletionRequest, json.dumps(body).encode()), "id", None)
+
+
+def test_a_chat_without_a_limit_gets_the_default_or_what_the_context_leaves(intake):
+    short, long = chat(intake), chat(intake, "hi " * 180)
+    assert short.order.max_new_tokens == 100
+    assert long.order.max_new_tokens == 256 - len(long.order.prompt_ids) < 100
+
+
+def test_a_completion_without_a_limit_gets_openais_default(intake):
+    (job,) = completions(intake, "hi")
+    assert job.order.max_new_tokens == COMPLETION_MAX_TOKENS
+
+
+def test_a_limit_up_to_the_last_token_of_the_context_fits_and_one_more_does_not(intake):
+    room = 256 - len(chat(intake).order.prompt_ids)
+    assert chat(intake, max_tokens=room).order.max_new_tokens == room
+    with pytest.raises(ApiError, match=f"at most {room} output tokens"):
+        chat(intake, max_tokens=room + 1)
+
+
+def test_the_seed_is_the_noise_key_and_without_one_it_is_drawn(intake):
+    assert (
+        chat(intake, seed=5).order.sampling.seed,
+        chat(intake, seed=5).order.sampling.noise_key,
+    ) == (5, 5)
+    assert (chat(intake).order.sampling.seed, chat(intake).order.sampling.noise_key) == (None, 77)
+
+
+def test_keys_drawn_for_two_requests_differ(codec):
+    intake = Intake(codec, LIMITS)
+    keys = {chat(intake).order.sampling.noise_key for _ in range(8)}
+    assert len(keys) == 8 and all(0 <= key < 2**64 for key in keys)
+
+
+def test_the_models_own_sampling_is_the_default_and_the_request_wins(codec, monkeypatch):
+    monkeypatch.setattr(codec, "default_sampling", {"temperature": 0.6, "top_k": 20})
+    intake = Intake(codec, LIMITS)
+    default, own = chat(intake).order.sampling, chat(intake, temperature=0, top_k=-1).order.sampling
+    assert (default.temperature, default.top_p, default.top_k) == (0.6, 1.0, 20)
+    assert (own.temperature, own.top_k) == (0.0, 0)
+
+
+def test_end_tokens_stop_unless_they_are_ignored_and_are_never_shown(intake, codec):
+    job, ignoring = (
+        chat(intake, stop_token_ids=[9]),
+        chat(intake, stop_token_ids=[9], ignore_eos=True),
+    )
+    assert job.order.stop_token_ids == (2, 9) and ignoring.order.stop_token_ids == (9,)
+    for each in (job, ignoring):
+        assert {2, 9} | codec.special_ids <= each.hidden_ids
+
+
+def test_several_prompts_get_ids_of_their_own(intake):
+    jobs = completions(intake, ["a", "b"])
+    assert [job.order.request_id for job in jobs] == ["id-0", "id-1"]
+
+
+def test_too_many_prompts_are_refused(intake):
+    with pytest.raises(ApiError, match="1 to 128 prompts"):
+        completions(intake, ["a"] * 129)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(intake, monkeypatch):
+    monkeypatch.setattr(intake.codec, "encode", lambda *_, **__: pytest.fail("tokenised"))
+    with pytest.raises(ApiError, match="shorten it"):
+        completions(intake, "x" * (256 * 64 + 1))
+
+
+def test_where_the_text_files_of_a_model_lie(tmp_path: Path):
+    assert text_files("smollm2-135m").name == "smollm2-135m"
+    assert text_files(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelFilesError, match="hub id"):
+        text_files("no/such/folder")
