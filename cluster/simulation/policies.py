@@ -42,9 +42,7 @@ class GroupPolicy:
                 static_threshold=system.threshold,
                 min_predicted_gain=system.min_predicted_gain,
             )
-            # Alone on a group's curve a rank can only assume that the others do as it does.
-            profile = hardware.profile(endpoint, alone=False)
-            policy.times.measured(CostCurve.of(profile))
+            policy.times.measured(CostCurve.of(hardware.profile(endpoint)))
             self._locals.append(policy)
             self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
         self.solver: JointSolver | None = None
@@ -57,7 +55,7 @@ class GroupPolicy:
                 max_report_age_s=float("inf"),
             )
             for endpoint in self.ranks:
-                self._allocator.fold(hardware.profile(endpoint, alone=True), 0.0)
+                self._allocator.fold(hardware.profile(endpoint), 0.0)
 
     def decide(
         self,

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.commands.simulate import PRESETS, preset_names
 from cluster.console import CommandError
-
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "presets" / "simulate"
 
 Kind = Literal["published", "compare", "random_configurations"]
 
@@ -156,10 +155,6 @@ class Scenario(Part):
     num_configurations: int = Field(0, ge=0, description="Random configurations to compare on.")
     compare: tuple[str, str] | None = Field(None, description="Systems whose ratio is reported.")
     seed: int = 0
-
-
-def preset_names() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
 
 
 def load(source: str, overrides: list[str] | None = None) -> Scenario:
