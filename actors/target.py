@@ -81,13 +81,12 @@ class TargetActor(Shell):
 
     # --- preparing --------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self) -> str:
         config = self._config
         self.enter("loading", config.model.path)
         with tracing.span(tracing.SPAN_LOAD, {tracing.ATTR_RANK: self.seat.name}):
             self._engine = self._engine_factory(config, self.seat)
-        if config.model.numerics == "reproducible":
-            self._check_rows()
+        note = self._check_rows() if config.model.numerics == "reproducible" else ""
         self.enter("measuring", "step times")
         batch_tokens, num_requests, step_time_s = self._measure_steps(self._engine, config)
         spec, gamma = self._engine.spec, config.drafter.gamma if config.model.drafter else 0
@@ -116,18 +115,19 @@ class TargetActor(Shell):
         decider = VerifyDecider(endpoint.name, endpoint.epoch, self._policy, allocate)
         self._rank = Rank(endpoint, limits, decider)
         self._spec = spec
+        return note
 
-    def _check_rows(self) -> None:
+    def _check_rows(self) -> str:
         self.enter("measuring", "row invariance")
         self._is_row_invariant = self._engine.check_row_invariance()
         if self._is_row_invariant:
-            log.info("%s: a row's result does not depend on its batch", self.seat.name)
-        else:
-            log.error(
-                "%s: numerics=reproducible, but a row's result depends on its batch here: the same "
-                "seed may give other tokens. Use dtype=float32 or numerics=fast",
-                self.seat.name,
-            )
+            return "(a row's result does not depend on its batch)"
+        note = (
+            "WARNING: numerics=reproducible, but a row's result depends on its batch here; the same "
+            "seed may give other tokens. Use dtype=float32 or numerics=fast"
+        )
+        log.error("%s: %s", self.seat.name, note)
+        return note
 
     def _learn_profile(self) -> None:
         assert self._profile is not None
