@@ -183,14 +183,14 @@ class TargetActor(Shell):
                 raise
             return
         self._failures_in_a_row = 0
-        self.send_all(rank.apply(plan, result, time.monotonic(), time.perf_counter() - started))
+        outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
+        # The next step waits for the drafters: their messages leave first.
+        self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
         assert report is not None
+        served_s = report.step_time_s + report.draft_wait_s
         self._policy.times.fold(
-            report.num_requests,
-            report.batch_tokens,
-            report.num_prefill_tokens,
-            report.step_time_s + report.draft_wait_s,
+            report.num_requests, report.batch_tokens, report.num_prefill_tokens, served_s
         )
 
     def _rest(self) -> None:
