@@ -122,7 +122,8 @@ class System(Part):
     acceptance: Acceptance | None = Field(None, description="Its own drafter's acceptance.")
     drafting: float = Field(1.0, ge=0, description="Factor on the machine's drafting time.")
     learn: bool = Field(True, description="Step times are learned from served steps.")
-    classes: bool = Field(False, description="Weights, deadlines and lengths of tenants are kept.")
+    classes: bool = Field(False, description="Joint: weights, deadlines, lengths of tenants hold.")
+    fairness: float = Field(0.0, ge=0, description="With classes: 0 throughput, 1 proportional.")
 
 
 class Measure(Part):
