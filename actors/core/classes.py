@@ -26,7 +26,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_BOOST = 64.0  # of a deadline's multiplier: one that cannot be met must not starve everybody else for ever
-BOOST_STEP = 0.05  # how far the log of a multiplier follows the log of the gap, a served step
+BOOST_STEP = 0.15  # how far the log of a multiplier follows the log of the gap, a served step
 DEADLINE_TOLERANCE = 0.002  # relative
 SMOOTHING = 0.9  # of the served speeds
 

@@ -188,6 +188,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise CommandError(f"--set {override}: write KEY=VALUE, such as measure.steps=50", 2)
     *parents, last = key.split(".")
     at: Any = values
-    for parent in parents:
-        at = at[int(parent)] if isinstance(at, list) else at.setdefault(parent, {})
-    at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+    try:
+        for parent in parents:
+            at = at[int(parent)] if isinstance(at, list) else at.setdefault(parent, {})
+        at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise CommandError(f"--set {override}: the preset has no {key}", 2) from None
