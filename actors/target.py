@@ -13,12 +13,13 @@ import numpy as np
 from actors import tracing
 from actors.core.admission import RankLimits
 from actors.core.capacity import LocalPolicy
+from actors.core.explain import explain
 from actors.core.layout import StepPlan
-from actors.core.messages import RankProfile
+from actors.core.messages import CloseDraft, RankProfile
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.sps import CostCurve, CurveError
-from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
@@ -216,6 +217,7 @@ class TargetActor(Shell):
                 "%s offers blocks of gamma=%d, not %d: it is not used by %s",
                 *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
             )
+        self._take_leave(old, new)
         rank.set_drafters([drafter.endpoint for drafter in usable])
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
@@ -226,6 +228,16 @@ class TargetActor(Shell):
             self._learn_profile()
         if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):
             self._introduce()
+
+    def _take_leave(self, old: Peers, new: Peers) -> None:
+        """A drafter that was only borrowed lives on, and shall forget what it holds for this rank."""
+        staying = {drafter.endpoint.name for drafter in new.drafters}
+        for endpoint in (drafter.endpoint for drafter in old.drafters):
+            held = [
+                r.request_id for r in self._rank.book.live.values() if r.drafter == endpoint.name
+            ]
+            if endpoint.name not in staying and held:
+                self.link.send(endpoint, CloseDraft(self.seat.name, tuple(held)))
 
     def _introduce(self) -> None:
         """A new allocator knows nothing; it gets the curve and the last report."""
@@ -250,13 +262,7 @@ class TargetActor(Shell):
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
         """The last rounds of a request: survivals, lambda, K, scheduled, and which rule cut them (C11)."""
-        return await self.on_loop(
-            lambda: [
-                _explanation(decision, decision.request_ids.index(request_id))
-                for decision in self._rank.decisions
-                if request_id in decision.request_ids
-            ]
-        )
+        return await self.on_loop(lambda: explain(self._rank.decisions, request_id))
 
     async def stats(self) -> dict[str, Any]:
         """Counts since this incarnation started, and the verdict of the last idle check."""
@@ -286,15 +292,3 @@ class TargetActor(Shell):
             "last_rule": rank.report.budget_rule if rank.report else "",
             "link": asdict(self.link.counters),
         }
-
-
-def _explanation(decision: StepDecision, row: int) -> dict[str, Any]:
-    return {
-        "step": decision.step,
-        "survivals": [round(float(s), 4) for s in decision.survivals[row]],
-        "min_survival": decision.choice.min_survival,
-        "max_draft_tokens": decision.choice.max_draft_tokens,
-        "rule": decision.choice.rule,
-        "verify_len": int(decision.verify_len[row]),
-        "cut_by": decision.cut_by(row),
-    }
