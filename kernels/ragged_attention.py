@@ -170,7 +170,7 @@ def _attend_group(
     keys, values = keys.view(kv_heads * rows, -1, dim), values.view(kv_heads * rows, -1, dim)
     scores = torch.bmm(grouped, keys.transpose(1, 2))  # [kv * G, T * shared, S]
     scores.view(kv_heads, rows, width, -1, scores.shape[-1]).add_(group.bias)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+    weights = torch.softmax(scores, -1)  # computed in fp32 and rounded once, in bf16 too
     mixed = _weighted_sum(weights, values, tiling.key_tile)
     mixed = mixed.view(kv_heads, rows, width, -1, dim).permute(1, 2, 0, 3, 4)
     return mixed.reshape(rows * width, -1)
