@@ -169,7 +169,7 @@ def after(local_ray: None) -> Iterator[None]:
 
 
 def test_an_engine_that_cannot_load_is_named_with_its_cause(after: None, make_config: Any) -> None:
-    with pytest.raises(launcher.LaunchError, match="drafter-0.*FileNotFoundError: model.safetens"):
+    with pytest.raises(launcher.LaunchError, match=r"drafter-0.*FileNotFoundError: model.safetens"):
         launch_with(make_config(), drafter_engine=no_weights)
 
 
