@@ -175,8 +175,8 @@ def breakdown_ms(engine: TorchTargetEngine, num_requests: int) -> dict[str, floa
 
         def norms() -> None:
             for layer in model.layers:
-                for weight in (layer.input_norm, layer.mlp_norm):
-                    torch.rms_norm(x, (x.shape[-1],), weight, model.config.norm_eps)
+                layer.input_norm(x)
+                layer.mlp_norm(x)
 
         parts = {
             "linears": linears,
