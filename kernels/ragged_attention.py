@@ -66,7 +66,8 @@ class AttentionGroup:
     query_rows: (
         Tensor | None
     )  # [G * query_len] rows of the flattened step; None: all of them, in order
-    bias: Tensor  # [G, query_len, 1, S] zero or -inf
+    num_open: int  # first keys that every query of the group sees
+    bias: Tensor  # [G, query_len, 1, S - num_open] zero or -inf, for the others
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def _group(
     given = min(num_blocks, rows.block_tables.shape[1])
     blocks[:, :given] = rows.block_tables[own, :given]
     queries = torch.from_numpy(rows.positions[token_rows]).to(like.device)
-    key_positions = torch.arange(num_blocks * block_size, device=like.device)
+    num_open = int(rows.positions[token_rows].min()) + 1
+    key_positions = torch.arange(num_open, num_blocks * block_size, device=like.device)
     is_hidden = key_positions > queries[:, :, None, None]
     bias = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
     return AttentionGroup(
@@ -142,6 +144,7 @@ def _group(
         query_len=token_rows.shape[1],
         block_rows=store.rows_of(torch.from_numpy(blocks.reshape(-1)).to(like.device)),
         query_rows=None if is_plain else torch.from_numpy(token_rows.reshape(-1)).to(like.device),
+        num_open=num_open,
         bias=bias.masked_fill_(is_hidden, float("-inf")),
     )
 
@@ -170,7 +173,8 @@ def _attend_group(
     keys, values = store.read(layer, group.block_rows)
     keys, values = keys.view(kv_heads * rows, -1, dim), values.view(kv_heads * rows, -1, dim)
     scores = torch.bmm(grouped, keys.transpose(1, 2))  # [kv * G, T * shared, S]
-    scores.view(kv_heads, rows, width, -1, scores.shape[-1]).add_(group.bias)
+    by_query = scores.view(kv_heads, rows, width, -1, scores.shape[-1])
+    by_query[..., group.num_open :].add_(group.bias)
     weights = torch.softmax(scores, -1)  # computed in fp32 and rounded once, in bf16 too
     mixed = _weighted_sum(weights, values, tiling.key_tile)
     mixed = mixed.view(kv_heads, rows, width, -1, dim).permute(1, 2, 0, 3, 4)
