@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from actors.core.capacity import RankView
 from actors.core.classes import ClassPrices, plan_classes
-from actors.core.cost import LockstepModel, RankStep
+from actors.core.cost import LockstepModel, RankStep, SharedTime
 from actors.core.joint import JointPlan, plan_group
 from actors.core.messages import StepReport
 from actors.core.prefix_scheduler import MIN_SURVIVAL, Budget, lagged_budget
@@ -68,20 +68,20 @@ class JointSolver:
     def __init__(
         self,
         groups: Sequence[Sequence[str]],
-        shared_knots: Sequence[float] = (),
+        shared: SharedTime | None = None,
         prices: ClassPrices | None = None,
         explores: bool = True,
     ) -> None:
         """
         Args:
             groups: names of the ranks of each group.
-            shared_knots: see `LockstepModel`.
+            shared: what is known of g (`cost.split_profiles`); it is learned in any case.
             prices: weigh requests by class; reports then come with the class of each row (`observe`).
             explores: now and then let one rank verify less or more than planned, so that the model can learn.
         """
         self._groups: dict[str, _Group] = {}
         for ranks in groups:
-            group = _Group(tuple(ranks), LockstepModel(len(ranks), shared_knots))
+            group = _Group(tuple(ranks), LockstepModel(len(ranks), shared))
             self._groups.update(dict.fromkeys(ranks, group))
         self.prices, self.explores = prices, explores
         self.num_fallbacks = 0
