@@ -104,8 +104,11 @@ class Router:
         view_age_s = now_s - self._view_at_s
         if view_age_s > MAX_VIEW_AGE_S:
             return {}
+        # An idle rank reports that once and then nothing: its silence is no news.
         return {
-            r: load for r, load in self._loads.items() if load.age_s + view_age_s <= MAX_VIEW_AGE_S
+            r: load
+            for r, load in self._loads.items()
+            if load.num_running + load.num_waiting == 0 or load.age_s + view_age_s <= MAX_VIEW_AGE_S
         }
 
     def _predicted_s(self, rank: str, known: dict[str, float]) -> float:

@@ -104,6 +104,16 @@ def test_an_old_view_is_forgotten_and_ranks_take_turns_again():
     assert {names(router, late_s)[0] for _ in range(4)} == {"a", "b"}
 
 
+def test_an_idle_rank_says_nothing_and_is_still_known_to_be_idle():
+    router = Router()
+    router.update_table(table(1, idle="ready", busy="ready"))
+    busy = RankLoad("busy", 8, 0, 10, 20, 0.3, 0.1)
+    idle = RankLoad("idle", 0, 0, 20, 20, 0.1, 10 * MAX_VIEW_AGE_S)
+    router.update_load(LoadView(1, (busy, idle)), 0.0)
+    assert [names(router)[0] for _ in range(4)] == ["idle"] * 4
+    assert {names(router, MAX_VIEW_AGE_S + 1)[0] for _ in range(4)} == {"idle", "busy"}
+
+
 def test_health_says_what_is_wrong_with_each_rank():
     router = Router()
     routes = (
