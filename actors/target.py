@@ -112,7 +112,8 @@ class TargetActor(Shell):
             max_wait_s=config.drafter.max_wait_ms / 1000,
         )
         endpoint = self.link.endpoint
-        decider = VerifyDecider(endpoint.name, endpoint.epoch, self._policy, allocate)
+        policy = self._policy
+        decider = VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate, policy.drafting)
         self._rank = Rank(endpoint, limits, decider)
         self._spec = spec
         return note
@@ -189,9 +190,13 @@ class TargetActor(Shell):
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
         assert report is not None
-        served_s = report.step_time_s + report.draft_wait_s
         self._policy.times.fold(
-            report.num_requests, report.batch_tokens, report.num_prefill_tokens, served_s
+            report.num_requests,
+            report.batch_tokens,
+            report.num_prefill_tokens,
+            report.step_time_s,
+            report.draft_wait_s,
+            int(report.num_proposed.max(initial=0)),
         )
 
     def _rest(self) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.draft_pause import DraftPause, NeverDraft
 from actors.core.messages import LoadView, RankLoad, RankProfile, StepReport, VerifyBudget
 from actors.core.prefix_scheduler import (
     LAG_STEPS,
@@ -24,7 +25,7 @@ from actors.core.prefix_scheduler import (
     lagged_budget,
 )
 from actors.core.sps import CostCurve, RankTimes
-from actors.core.verify_decision import StepFacts, VerifyChoice, VerifyPolicy
+from actors.core.verify_decision import DraftPolicy, StepFacts, VerifyChoice, VerifyPolicy
 
 Float32 = npt.NDArray[np.float32]
 PolicyName = Literal["none", "static_length", "static_threshold", "algorithm1", "lagged"]
@@ -40,6 +41,9 @@ class LocalPolicy:
 
     A `verify_decision.VerifyPolicy`. The shell hands it the measured curve (`times.measured`) and every served step
     (`times.fold`); until then it is cold and verifies what is more likely accepted than not.
+
+    Attributes:
+        drafting: for the `VerifyDecider`; None for a policy that always drafts.
     """
 
     def __init__(
@@ -59,6 +63,11 @@ class LocalPolicy:
             "lagged": Lagged(self.times, min_predicted_gain),
         }
         self._policy = policies[name]
+        drafting: dict[str, DraftPolicy] = {
+            "none": NeverDraft(),
+            "lagged": DraftPause(self.times, min_predicted_gain),
+        }
+        self.drafting = drafting.get(name)
 
     def choose(self, facts: StepFacts) -> VerifyChoice:
         return self._policy.choose(facts)
@@ -221,9 +230,13 @@ class Allocator:
         decoding = report.num_requests and not report.num_prefill_tokens
         if not decoding:
             return
-        served_s = report.step_time_s + report.draft_wait_s
         rank.times.fold(
-            report.num_requests, report.batch_tokens, report.num_prefill_tokens, served_s
+            report.num_requests,
+            report.batch_tokens,
+            report.num_prefill_tokens,
+            report.step_time_s,
+            report.draft_wait_s,
+            int(report.num_proposed.max(initial=0)),
         )
         per_round = report.num_committed / report.num_requests
         rank.committed_per_round = (

@@ -194,6 +194,7 @@ class DraftExchange:
         features: Features | None,
         rows: Sequence[Request],
         num_kept: Int32,
+        asked: Mask,
         now: float,
     ) -> list[tuple[Endpoint, Message]]:
         """Tell the drafters what the step committed, and ask for the next blocks.
@@ -201,6 +202,7 @@ class DraftExchange:
         Args:
             num_kept: [R] leading tokens of each plan row that are committed now: the whole chunk of a prefill row, the
                 anchor and the accepted draft tokens of a round, 0 for a row no drafter hears of (any more).
+            asked: [S] slots that shall get a block. The others are fed too, so that their contexts stay whole.
         """
         table = self._table
         for row in np.flatnonzero(num_kept).tolist():
@@ -227,7 +229,7 @@ class DraftExchange:
                 generations=table.generation[own],
                 committed_lens=table.committed_len[own],
                 anchor_token_ids=table.anchor_token_id[own],
-                wants_block=self._ask(own, now),
+                wants_block=self._ask(own, asked, now),
                 first_positions=plan.context_len[chosen],
                 cu_feature_len=cu_feature_len,
                 features=features[is_kept & mine[row_of_token]],
@@ -236,11 +238,13 @@ class DraftExchange:
             out.append((state.endpoint, batch))
         return out
 
-    def _ask(self, slots: Slots, now: float) -> Mask:
-        """Note who is asked for a block: everyone past the prompt (who can use no draft is not told of commits)."""
-        wants = self._table.is_running[slots]
-        self._table.wants_draft[slots] = self._table.is_due[slots] = wants
-        self._table.asked_at[slots] = now
+    def _ask(self, slots: Slots, asked: Mask, now: float) -> Mask:
+        """Note who is asked for a block, and who past the prompt is not."""
+        table = self._table
+        wants: Mask = asked[slots]
+        table.wants_draft[slots] = table.is_due[slots] = wants
+        table.is_unasked[slots] = table.is_running[slots] & ~wants
+        table.asked_at[slots] = now
         return wants
 
     def close(self, request: Request) -> None:

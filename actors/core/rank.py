@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from actors.core.admission import RankLimits
 from actors.core.batching import build_plan, request_at, shape_step, split_prefill
@@ -36,9 +37,9 @@ from actors.core.rank_counters import RankCounters
 from actors.core.rank_report import idle_report, step_report
 from actors.core.request import Request
 from actors.core.request_book import RequestBook
-from actors.core.row_table import Slots
+from actors.core.row_table import Mask, Slots
 from actors.core.step_commit import StepInFlight, commit_step
-from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.core.verify_decision import DraftFacts, StepDecision, VerifyDecider
 
 Outgoing = list[tuple[Endpoint, Message]]
 
@@ -111,7 +112,11 @@ class Rank:
 
     def set_drafters(self, endpoints: Sequence[Endpoint]) -> None:
         """Name the drafters alive now; none means plain decoding, without waiting."""
-        self.book.drafts.set_drafters(endpoints if self.limits.gamma else ())
+        alive = endpoints if self.limits.gamma else ()
+        known = {state.endpoint for state in self.book.drafts.drafters.values()}
+        if not known.issuperset(alive):
+            self.decider.new_drafter()
+        self.book.drafts.set_drafters(alive)
 
     def abort_ingress(self, name: str) -> Outgoing:
         """An ingress replica has died: end its requests without a word to it."""
@@ -146,8 +151,9 @@ class Rank:
         self._waiting_since = None
         self._step += 1
         self.counters.num_late += int(table.wants_draft[rounds].sum())
+        self.counters.num_unasked += int(table.is_unasked[rounds].sum())
         # A block that arrives from now on is for a length that this step makes old.
-        table.wants_draft[rounds] = table.has_draft[rounds] = False
+        table.wants_draft[rounds] = table.has_draft[rounds] = table.is_unasked[rounds] = False
         table.last_step[rounds] = self._step
         return plan
 
@@ -187,7 +193,27 @@ class Rank:
             room=room,
             num_prefill_tokens=min(prefill_left, self.limits.max_batch_tokens - len(rounds)),
             context_tokens=int(table.committed_len[rounds].sum()),
+            is_unasked=table.is_unasked[rounds],
         )
+
+    def _choose_drafting(self, rows: Sequence[Request], num_kept: npt.NDArray[np.int32]) -> Mask:
+        """Slots [S] that are asked for a block for the next step: those that can use one, while drafting pays."""
+        table, limits, prefilling = self.book.table, self.limits, self.book.prefilling
+        asked: Mask = np.zeros(table.num_slots, np.bool_)
+        slots = np.array([request.slot for request in rows], np.intp)[num_kept > 0]
+        slots = slots[table.is_running[slots]]
+        if not len(slots) or not self.book.drafts.drafters:
+            return asked
+        num_rounds = int(table.is_running.sum())
+        room = max(0, limits.max_batch_tokens - num_rounds)
+        num_prefill = min(sum(request.num_prefill_left for request in prefilling), room)
+        choice = self.decider.choose_drafting(
+            DraftFacts(self._step, len(slots), num_rounds, num_prefill, room)
+        )
+        asked[slots] = choice.asks
+        self.counters.num_draft_pauses += choice.event == "pause"
+        self.counters.num_draft_probes += choice.event == "probe"
+        return asked
 
     def apply(self, plan: StepPlan, result: StepResult, now: float, step_time_s: float) -> Outgoing:
         """Commit a step: token deltas, features for the drafters, the report for the allocator."""
@@ -204,7 +230,8 @@ class Rank:
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
         # Drafters first: the next step may have to wait for them.
-        out = book.drafts.commit_batches(plan, result.features, flight.rows, commit.num_kept, now)
+        kept, asked = commit.num_kept, self._choose_drafting(flight.rows, commit.num_kept)
+        out = book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
         out += book.drafts.flush()
         out += self._deltas(commit.deltas)
         self.report = step_report(self.endpoint, book, flight, commit, step_time_s)

@@ -22,6 +22,9 @@ class RankCounters:
     num_committed: int = 0  # tokens that entered a stream, the first one of each prompt too
     num_prefill_tokens: int = 0
     num_late: int = 0  # rounds without a draft although one was asked for
+    num_unasked: int = 0  # rounds for which none was asked, because drafting did not pay
+    num_draft_pauses: int = 0
+    num_draft_probes: int = 0  # tries, during a pause, whether it would pay again
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0

@@ -47,6 +47,9 @@ class RowTable:
             num_slots, np.bool_
         )  # a block was asked for, none is here
         self.is_due: Mask = np.zeros(num_slots, np.bool_)  # and it is still worth waiting for
+        self.is_unasked: Mask = np.zeros(
+            num_slots, np.bool_
+        )  # it could use one; none was asked for
         self.asked_at = np.zeros(num_slots, np.float64)  # seconds
         self.drafter_index = np.full(num_slots, -1, np.int64)
         # --- the draft it has ---
@@ -91,6 +94,7 @@ class RowTable:
         assert self.requests[slot] is not None, f"slot {slot} is cleared twice"
         self.requests[slot] = None
         self.is_running[slot] = self.has_draft[slot] = self.wants_draft[slot] = False
+        self.is_unasked[slot] = False
         self.drafter_index[slot] = -1
         self._free.append(slot)
 

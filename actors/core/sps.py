@@ -89,10 +89,14 @@ class CostCurve:
         Drafting is already paid for when tokens are scheduled; it belongs in the time because throughput is tokens
         over the whole round.
         """
+        return self.verify_time_s(batch_tokens) + self.draft_time_s_at(num_requests)
+
+    def draft_time_s_at(self, num_requests: int) -> float:
+        """Seconds of drafting for these many requests; nothing for none."""
+        if not num_requests:
+            return 0.0
         drafting = float(np.interp(num_requests, self.draft_requests, self.draft_time_s))
-        if num_requests > self.draft_requests[-1]:
-            drafting *= num_requests / self.draft_requests[-1]
-        return self.verify_time_s(batch_tokens) + drafting
+        return drafting * max(num_requests / float(self.draft_requests[-1]), 1.0)
 
 
 def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Float64]:
@@ -176,28 +180,59 @@ class ServedTimes:
 
 @dataclass
 class RankTimes:
-    """The step times of one rank as known now: a measured curve, corrected by the steps it has served."""
+    """The step times of one rank as known now: a measured curve, corrected by the steps it has served.
+
+    Attributes:
+        served: of target steps, by their tokens.
+        drafts: of the time the rank stood waiting for blocks, by how many came.
+    """
 
     curve: CostCurve | None = None  # None until the rank was profiled
     served: ServedTimes = field(default_factory=ServedTimes)
+    drafts: ServedTimes = field(default_factory=ServedTimes)
 
     def measured(self, curve: CostCurve) -> None:
         """Take a new curve; what was served before says nothing about it."""
-        self.curve, self.served = curve, ServedTimes()
+        self.curve, self.served, self.drafts = curve, ServedTimes(), ServedTimes()
 
     def fold(
-        self, num_requests: int, batch_tokens: int, num_prefill_tokens: int, served_s: float
+        self,
+        num_requests: int,
+        batch_tokens: int,
+        num_prefill_tokens: int,
+        served_s: float,
+        draft_wait_s: float | None = None,
+        num_blocks: int = 0,
     ) -> None:
-        """Correct by one served round. Those with prefill are left out: prefill tokens cost differently."""
-        if self.curve is not None and num_requests and not num_prefill_tokens:
-            predicted = float(self.curve.step_time_s_at(num_requests, batch_tokens))
-            self.served.fold(batch_tokens, predicted, served_s)
+        """Correct by one served round. Those with prefill are left out: prefill tokens cost differently.
+
+        Args:
+            served_s: of the target step; without `draft_wait_s` of the whole round, drafting included.
+            draft_wait_s: how long the rank stood still for blocks before it.
+            num_blocks: blocks that came. None came: the wait says nothing of drafting (none was asked for, or all
+                were late).
+        """
+        if self.curve is None or not num_requests or num_prefill_tokens:
+            return
+        step_s = float(self.curve.verify_time_s(batch_tokens))
+        if draft_wait_s is None:
+            draft_s = self.curve.draft_time_s_at(num_requests)
+            self.served.fold(batch_tokens, step_s + draft_s, served_s)
+            self.drafts.fold(num_requests, draft_s, served_s * draft_s / (step_s + draft_s))
+            return
+        self.served.fold(batch_tokens, step_s, served_s)
+        draft_s = self.curve.draft_time_s_at(num_blocks)
+        # Blocks that were there at once are cheap, not unknown.
+        self.drafts.fold(num_blocks, draft_s, max(draft_wait_s, draft_s / CORRECTION_LIMIT))
 
     def step_time_s_at(self, num_requests: int, batch_tokens: npt.ArrayLike) -> Float64:
+        return self.round_time_s_at(batch_tokens, num_requests)
+
+    def round_time_s_at(self, batch_tokens: npt.ArrayLike, num_drafting: int) -> Float64:
+        """Seconds of a round of these many tokens for which `num_drafting` blocks were asked. Any shape."""
         assert self.curve is not None, "ask `doubt` first"
-        return self.curve.step_time_s_at(num_requests, batch_tokens) * self.served.ratio(
-            batch_tokens
-        )
+        step_s = self.curve.verify_time_s(batch_tokens) * self.served.ratio(batch_tokens)
+        return step_s + self.curve.draft_time_s_at(num_drafting) * self.drafts.ratio(num_drafting)
 
     @property
     def doubt(self) -> str:

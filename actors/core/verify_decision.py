@@ -19,7 +19,9 @@ Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
-CutRule = Literal["none", "fallback", "length", "policy_length", "price", "room", "budget"]
+CutRule = Literal[
+    "none", "unasked", "fallback", "length", "policy_length", "price", "room", "budget"
+]
 
 _LAG_STEPS = 2
 _KEPT_BUDGETS = 16
@@ -56,6 +58,37 @@ class VerifyPolicy(Protocol):
     """Decides for a rank that has no budget from the allocator."""
 
     def choose(self, facts: StepFacts) -> VerifyChoice: ...
+
+
+@dataclass(frozen=True)
+class DraftFacts:
+    """What may be looked at when blocks are asked for, for the rounds of step `step`."""
+
+    step: int
+    num_askable: int  # rows that could use a block
+    num_rounds: int  # all rows, those too
+    num_other_tokens: int  # prefill tokens that share the step
+    room: int  # draft tokens the step can hold
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """Which rows are asked, and what has changed with it: pause, probe, resume, or empty."""
+
+    asks: Mask  # [num_askable]
+    event: str = ""
+
+
+class DraftPolicy(Protocol):
+    """Decides whether drafting pays. `rule` is the reason given for rounds it asked no block for."""
+
+    rule: str
+
+    def note(self, step: int, survivals: Float32) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def choose(self, facts: DraftFacts) -> DraftChoice: ...
 
 
 class Allocate(Protocol):
@@ -109,12 +142,17 @@ class StepDecision:
     verify_len: Int32  # [R] scheduled
     choice: VerifyChoice
     room: int  # draft tokens the step could hold
+    is_unasked: Mask | None = None  # [R] no block was asked for: drafting did not pay; None: nobody
 
     def cut_by(self, row: int) -> CutRule:
-        """Which rule ended the verified prefix of a row; "fallback" when it had no draft at all."""
+        """Which rule ended the verified prefix of a row; "fallback" when it had no draft although it could be.
+
+        "unasked" says that the rank has asked for none on purpose.
+        """
         length, gamma = int(self.verify_len[row]), self.survivals.shape[1]
         if not self.has_draft[row]:
-            return "fallback"
+            is_unasked = self.is_unasked is not None and bool(self.is_unasked[row])
+            return "unasked" if is_unasked else "fallback"
         if length == gamma:
             return "none"
         if length == int(self.caps[row]):
@@ -127,11 +165,22 @@ class StepDecision:
 
 
 class VerifyDecider:
-    """Turns survivals into verify lengths: the allocator's budget if a lawful one is there, else the local policy."""
+    """Turns survivals into verify lengths: the allocator's budget if a lawful one is there, else the local policy.
 
-    def __init__(self, rank: str, epoch: str, policy: VerifyPolicy, allocate: Allocate) -> None:
+    `drafting` decides whether blocks are asked for at all; None: always.
+    """
+
+    def __init__(
+        self,
+        rank: str,
+        epoch: str,
+        policy: VerifyPolicy,
+        allocate: Allocate,
+        drafting: DraftPolicy | None = None,
+    ) -> None:
         self.budgets = BudgetShelf(rank, epoch)
         self.policy = policy
+        self.drafting = drafting
         self._allocate = allocate
         self._history: deque[tuple[int, Float32]] = deque(maxlen=_LAG_STEPS + 1)
 
@@ -145,6 +194,7 @@ class VerifyDecider:
         room: int,
         num_prefill_tokens: int,
         context_tokens: int,
+        is_unasked: Mask | None = None,
     ) -> StepDecision:
         """Decide for the R rounds of a step.
 
@@ -152,15 +202,18 @@ class VerifyDecider:
             survivals: [R, gamma] current ones, zeros without a draft.
             caps: [R] draft tokens a row can use: 0 without a draft, never past its last token.
             room: draft tokens the step has room for. It must not depend on current drafts (C3).
+            is_unasked: [R] rows `choose_drafting` asked no block for; None: no row.
         """
         lagged_step, lagged = self._lagged(step, survivals.shape[1])
         facts = StepFacts(
             step, survivals, caps, lagged_step, lagged, num_prefill_tokens, context_tokens
         )
-        choice = self._choose(facts)
-        if len(survivals):
-            # A step without rounds says nothing about survivals.
+        choice = self._choose(facts, is_unasked)
+        if has_draft.any():
+            # A step without a block says nothing about survivals.
             self._history.append((step, survivals))
+            if self.drafting is not None:
+                self.drafting.note(step, survivals[has_draft])
         budget = min(choice.max_draft_tokens, room)
         bounds = caps
         if choice.max_verify_len is not None:
@@ -169,11 +222,27 @@ class VerifyDecider:
             verify_len = self._allocate(survivals, budget, choice.min_survival, bounds)
         else:
             verify_len = np.zeros(len(caps), np.int32)
-        return StepDecision(step, request_ids, survivals, caps, has_draft, verify_len, choice, room)
+        return StepDecision(
+            step, request_ids, survivals, caps, has_draft, verify_len, choice, room, is_unasked
+        )
 
-    def _choose(self, facts: StepFacts) -> VerifyChoice:
+    def choose_drafting(self, facts: DraftFacts) -> DraftChoice:
+        """Whose blocks to ask for, for the step to come. Must be called before those blocks exist (C3)."""
+        if self.drafting is None:
+            return DraftChoice(np.ones(facts.num_askable, np.bool_))
+        return self.drafting.choose(facts)
+
+    def new_drafter(self) -> None:
+        """What was seen of earlier drafters says nothing about one that has just come."""
+        if self.drafting is not None:
+            self.drafting.restart()
+
+    def _choose(self, facts: StepFacts, is_unasked: Mask | None) -> VerifyChoice:
         if not facts.caps.any():
-            return VerifyChoice(0, 1.0, "no_drafts")
+            rule = "no_drafts"
+            if self.drafting is not None and is_unasked is not None and is_unasked.any():
+                rule = self.drafting.rule
+            return VerifyChoice(0, 1.0, rule)
         budget = self.budgets.newest(facts.step)
         if budget is not None:
             return VerifyChoice(budget.max_draft_tokens, budget.min_survival, budget.rule)

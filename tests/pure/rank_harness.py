@@ -60,7 +60,13 @@ def make_rank(policy: object = None, **overrides: object) -> Rank:
     }
     values.update(overrides)
     limits = RankLimits(**values)  # type: ignore[arg-type]
-    decider = VerifyDecider(RANK.name, RANK.epoch, policy or VerifyAll(), allocate)  # type: ignore[arg-type]
+    decider = VerifyDecider(
+        RANK.name,
+        RANK.epoch,
+        policy or VerifyAll(),  # type: ignore[arg-type]
+        allocate,
+        getattr(policy, "drafting", None),
+    )
     return Rank(RANK, limits, decider)
 
 

@@ -7,6 +7,7 @@ does), lets drafters die and restart, and hands messages to the rank while a ste
 import random
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +25,33 @@ from actors.core.messages import (
     VerifyBudget,
 )
 from actors.core.rank import Outgoing
-from tests.pure.rank_harness import ScriptedTarget, Stream, admitted, make_rank, reserve
+from actors.core.verify_decision import DraftChoice, DraftFacts
+from tests.pure.rank_harness import ScriptedTarget, Stream, VerifyAll, admitted, make_rank, reserve
 from tests.pure.scripted_drafter import ALLOCATOR, INGRESS, RANK, ScriptedDrafter, endpoint, oracle
+
+
+class Whims:
+    """Asks whom it likes for a block."""
+
+    rule = "whims"
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def note(self, step: int, survivals: np.ndarray) -> None:
+        assert len(survivals) and step >= 0
+
+    def restart(self) -> None:
+        pass
+
+    def choose(self, facts: DraftFacts) -> DraftChoice:
+        assert 0 < facts.num_askable <= facts.num_rounds
+        return DraftChoice(self.rng.random(facts.num_askable) < self.rng.choice([0.0, 0.5, 1.0]))
+
+
+class VerifyAllOfSome(VerifyAll):
+    def __init__(self, seed: int) -> None:
+        self.drafting = Whims(seed)
 
 
 class World:
@@ -33,6 +59,7 @@ class World:
         rng = self.rng = random.Random(seed)
         self.gamma = rng.choice([0, 1, 2, 3, 5])
         self.rank = make_rank(
+            rng.choice([VerifyAll(), VerifyAllOfSome(seed)]),
             gamma=self.gamma,
             block_size=rng.choice([1, 3, 4, 16]),
             num_blocks=rng.choice([60, 200]),
