@@ -18,7 +18,7 @@ from actors.core.layout import StepPlan
 from actors.core.messages import CloseDraft, RankProfile
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError
-from actors.core.sps import CostCurve, CurveError
+from actors.core.sps import CostCurve, CurveError, draft_times_at
 from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.link import Role
@@ -190,14 +190,7 @@ class TargetActor(Shell):
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
         assert report is not None
-        self._policy.times.fold(
-            report.num_requests,
-            report.batch_tokens,
-            report.num_prefill_tokens,
-            report.step_time_s,
-            report.draft_wait_s,
-            int(report.num_proposed.max(initial=0)),
-        )
+        self._policy.times.fold_report(report)
 
     def _rest(self) -> None:
         """Nothing runs: say so once, and check that everything is back at its baseline."""
@@ -229,7 +222,7 @@ class TargetActor(Shell):
         drafting_changed = old.drafters != new.drafters
         if drafting_changed and usable and self._profile is not None:
             requests, seconds = zip(*usable[0].draft_times, strict=True)
-            draft_time_s = np.interp(self._profile.num_requests, requests, seconds)
+            draft_time_s = draft_times_at(self._profile.num_requests, requests, seconds)
             self._profile = replace(self._profile, draft_time_s=draft_time_s)
             self._learn_profile()
         if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):

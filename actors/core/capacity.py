@@ -230,14 +230,7 @@ class Allocator:
         decoding = report.num_requests and not report.num_prefill_tokens
         if not decoding:
             return
-        rank.times.fold(
-            report.num_requests,
-            report.batch_tokens,
-            report.num_prefill_tokens,
-            report.step_time_s,
-            report.draft_wait_s,
-            int(report.num_proposed.max(initial=0)),
-        )
+        rank.times.fold_report(report)
         per_round = report.num_committed / report.num_requests
         rank.committed_per_round = (
             _SMOOTHING * rank.committed_per_round + (1 - _SMOOTHING) * per_round

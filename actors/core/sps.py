@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.messages import RankProfile
+from actors.core.messages import RankProfile, StepReport
 
 Float64 = npt.NDArray[np.float64]
 
@@ -99,6 +99,19 @@ class CostCurve:
         return drafting * max(num_requests / float(self.draft_requests[-1]), 1.0)
 
 
+def draft_times_at(
+    num_requests: npt.NDArray[np.integer], sizes: npt.ArrayLike, seconds: npt.ArrayLike
+) -> Float64:
+    """Seconds of drafting for other numbers of requests than those it was measured for: [H] sizes, ascending.
+
+    Beyond the last size the last segment goes on: drafting for a crowd must not look free.
+    """
+    known, times = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    wanted = num_requests.astype(np.float64)
+    slope = max((times[-1] - times[-2]) / (known[-1] - known[-2]), 0.0) if len(known) > 1 else 0.0
+    return np.interp(wanted, known, times) + slope * np.maximum(wanted - known[-1], 0.0)
+
+
 def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Float64]:
     """Points in strictly ascending order with the median time of each, dips lifted."""
     unique = np.unique(points)
@@ -145,6 +158,7 @@ class ServedTimes:
 
     log_ratio: Float64 = field(default_factory=lambda: np.zeros(24))
     num_steps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(24, np.int64))
+    least_step: float = 0.02  # of a log ratio, however much was served before
 
     def fold(self, batch_tokens: int, predicted_s: float, served_s: float) -> None:
         if batch_tokens < 1 or predicted_s <= 0 or served_s <= 0:
@@ -152,7 +166,7 @@ class ServedTimes:
         region = min(int(np.log2(batch_tokens)), len(self.log_ratio) - 1)
         self.num_steps[region] += 1
         gap = np.log(served_s / predicted_s) - self.log_ratio[region]
-        step = max(0.02, 0.5 / self.num_steps[region])
+        step = max(self.least_step, 0.5 / self.num_steps[region])
         limit = np.log(CORRECTION_LIMIT)
         self.log_ratio[region] = np.clip(
             self.log_ratio[region] + np.clip(gap, -step, step), -limit, limit
@@ -184,16 +198,18 @@ class RankTimes:
 
     Attributes:
         served: of target steps, by their tokens.
-        drafts: of the time the rank stood waiting for blocks, by how many came.
+        drafts: of the time the rank stood waiting for blocks. One ratio for any number of them: while drafting for
+            the whole batch is paused, waiting for a few still tells what it would cost.
     """
 
     curve: CostCurve | None = None  # None until the rank was profiled
     served: ServedTimes = field(default_factory=ServedTimes)
-    drafts: ServedTimes = field(default_factory=ServedTimes)
+    drafts: ServedTimes = field(default_factory=lambda: ServedTimes(least_step=0.1))
 
     def measured(self, curve: CostCurve) -> None:
         """Take a new curve; what was served before says nothing about it."""
-        self.curve, self.served, self.drafts = curve, ServedTimes(), ServedTimes()
+        fresh = RankTimes()
+        self.curve, self.served, self.drafts = curve, fresh.served, fresh.drafts
 
     def fold(
         self,
@@ -218,12 +234,23 @@ class RankTimes:
         if draft_wait_s is None:
             draft_s = self.curve.draft_time_s_at(num_requests)
             self.served.fold(batch_tokens, step_s + draft_s, served_s)
-            self.drafts.fold(num_requests, draft_s, served_s * draft_s / (step_s + draft_s))
+            self.drafts.fold(1, draft_s, served_s * draft_s / (step_s + draft_s))
             return
         self.served.fold(batch_tokens, step_s, served_s)
         draft_s = self.curve.draft_time_s_at(num_blocks)
         # Blocks that were there at once are cheap, not unknown.
-        self.drafts.fold(num_blocks, draft_s, max(draft_wait_s, draft_s / CORRECTION_LIMIT))
+        self.drafts.fold(1, draft_s, max(draft_wait_s, draft_s / CORRECTION_LIMIT))
+
+    def fold_report(self, report: StepReport) -> None:
+        """`fold` what a rank says of a step."""
+        self.fold(
+            report.num_requests,
+            report.batch_tokens,
+            report.num_prefill_tokens,
+            report.step_time_s,
+            report.draft_wait_s,
+            int(report.num_proposed.max(initial=0)),
+        )
 
     def step_time_s_at(self, num_requests: int, batch_tokens: npt.ArrayLike) -> Float64:
         return self.round_time_s_at(batch_tokens, num_requests)
@@ -232,7 +259,7 @@ class RankTimes:
         """Seconds of a round of these many tokens for which `num_drafting` blocks were asked. Any shape."""
         assert self.curve is not None, "ask `doubt` first"
         step_s = self.curve.verify_time_s(batch_tokens) * self.served.ratio(batch_tokens)
-        return step_s + self.curve.draft_time_s_at(num_drafting) * self.drafts.ratio(num_drafting)
+        return step_s + self.curve.draft_time_s_at(num_drafting) * self.drafts.ratio(1)
 
     @property
     def doubt(self) -> str:
