@@ -1,0 +1,45 @@
+"""Every kernel in the shapes it is launched with, for the sm_90 report: Qwen3-8B-like heads, V = 151936, bf16."""
+
+from __future__ import annotations
+
+from kernels.device import attention
+from kernels.sm90 import Variant
+
+KEYS = attention.KEY_BLOCK
+
+
+def variants() -> list[Variant]:
+    """The catalogue. A kernel that is missing here is caught by a test."""
+    return [*_attention()]
+
+
+def _attention() -> list[Variant]:
+    made = []
+    for name, rows, dtype, more in (
+        ("prefill and rounds, bf16, wide tile", 64, "bf16", {}),
+        ("rounds, bf16, splits", 64, "bf16", {"SPLIT": True}),
+        ("decode, bf16, small tile, splits", 16, "bf16", {"SPLIT": True}),
+        ("window, fp16", 64, "fp16", {"WINDOWED": True}),
+        ("one token a block, bf16", 64, "bf16", {"BLOCK_SIZE": 1}),
+        ("fp32, head 64", 16, "fp32", {"DIM": 64, "DIM_BLOCK": 64}),
+    ):
+        constants = {
+            "GROUP": 4, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROWS": rows, "KEYS": KEYS,
+            "BLOCK_SIZE": 16, "WINDOWED": False, "SPLIT": False, "WIDEN": False,
+        }  # fmt: skip
+        made.append(
+            Variant(
+                f"attention: {name}",
+                attention.attend_kernel,
+                f"*{dtype} *{dtype} *i32 *i32 *i32 *{dtype} *fp32 *fp32 i32 i32 i32 i32 i32",
+                constants | more,
+                max_registers=255,
+                wants=("wgmma",) if rows >= 64 and dtype != "fp32" else (),
+            )
+        )
+    joining = {"HEADS": 32, "DIM": 128, "DIM_BLOCK": 128, "WINDOWED": False}
+    types = "*fp32 *fp32 *i32 *bf16 i32 i32 i32"
+    made.append(
+        Variant("attention: join splits", attention.join_splits_kernel, types, joining, num_warps=1)
+    )
+    return made
