@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.device import attention
+from kernels.device import attention, block_sample
 from kernels.sm90 import Variant
 
 KEYS = attention.KEY_BLOCK
@@ -10,7 +10,7 @@ KEYS = attention.KEY_BLOCK
 
 def variants() -> list[Variant]:
     """The catalogue. A kernel that is missing here is caught by a test."""
-    return [*_attention()]
+    return [*_attention(), *_block_sample()]
 
 
 def _attention() -> list[Variant]:
@@ -43,3 +43,34 @@ def _attention() -> list[Variant]:
         Variant("attention: join splits", attention.join_splits_kernel, types, joining, num_warps=1)
     )
     return made
+
+
+def _block_sample() -> list[Variant]:
+    rank = {"RANK": 256, "HAS_BIAS": True}
+    stream = {"RANK_TILE": 64, "ROWS": 16, "TOKENS": 128, "BLOCK": 32, "WIDEN": False}
+    law = {"HAS_MAP": False, "HAS_DRAWS": False, "TRUNCATES": True, "COUPLED": True}
+    sizes = {"GATHER_RANK": 16, "RANK_BLOCK": 256, "MAXIMA": 8192, "BLOCK": 32}
+    types = "*bf16 i32 *fp32 *bf16 *bf16 *i64 i32 *i64 *fp32 *fp32 *i64 *i64 *i64 *i64 *fp64"
+    types += " *i64 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 i32"
+    return [
+        Variant(
+            "block sample: maxima, rank 256",
+            block_sample.block_maxima_kernel,
+            "*bf16 i32 *bf16 *bf16 *i64 i32 *fp32 i32 i32 i32",
+            stream | rank,
+        ),
+        *(
+            Variant(
+                f"block sample: draw, {name}",
+                block_sample.draw_kernel,
+                types,
+                sizes | rank | law | {"TOP": top} | more,
+                num_warps=8,
+                max_registers=255,
+            )
+            for name, top, more in (
+                ("top 64", 64, {}),
+                ("greedy", 2, {"TRUNCATES": False, "COUPLED": False}),
+            )
+        ),
+    ]
