@@ -119,10 +119,10 @@ def _assemble(ptx: str) -> tuple[int, int]:
             text=True,
             check=True,
         )
-    registers = re.search(r"Used (\d+) registers", done.stderr)
+    registers = re.findall(r"Used (\d+) registers", done.stderr)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
-    assert registers is not None, done.stderr
-    return int(registers[1]), sum(map(int, spills))
+    assert registers, done.stderr
+    return max(map(int, registers)), sum(map(int, spills))
 
 
 def markdown(report: Sequence[Compiled]) -> str:

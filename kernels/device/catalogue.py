@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.device import attention, block_sample
+from kernels.device import acceptance, attention, block_sample
 from kernels.sm90 import Variant
 
 KEYS = attention.KEY_BLOCK
@@ -10,7 +10,7 @@ KEYS = attention.KEY_BLOCK
 
 def variants() -> list[Variant]:
     """The catalogue. A kernel that is missing here is caught by a test."""
-    return [*_attention(), *_block_sample()]
+    return [*_attention(), *_block_sample(), *_acceptance()]
 
 
 def _attention() -> list[Variant]:
@@ -74,3 +74,45 @@ def _block_sample() -> list[Variant]:
             )
         ),
     ]
+
+
+def _acceptance() -> list[Variant]:
+    law = "*bf16 *i64 *i64 *fp32 *i64 *i64 *fp32 *i64 i32"
+    reject = "*bf16 *i64 *i64 *i64 *i64 *i64 *i64 *fp32 *i64 *i64 *fp32 *fp64 *fp64 i32 *fp32 *i64 *i64"
+    sizes = {"SLOTS": 8, "SUPPORT": 64, "HAS_DRAWS": False, "TILE": 1024}
+    made = [
+        Variant(
+            "acceptance: row statistics, truncating",
+            acceptance.row_stats_kernel,
+            "*bf16 *i64 *i64 *fp32 *fp32 *i64 *fp32 i32",
+            {"TRUNCATES": True, "TILE": acceptance.VOCAB_TILE},
+            num_warps=8,
+        ),
+        Variant(
+            "acceptance: distributions",
+            acceptance.probs_kernel,
+            "*bf16 *fp32 *fp32 *fp32 i32",
+            {"TILE": acceptance.VOCAB_TILE},
+            num_warps=8,
+        ),
+        Variant(
+            "acceptance: equality",
+            acceptance.accept_equal_kernel,
+            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 i32",
+            {"SLOTS": 8},
+            num_warps=1,
+        ),
+        Variant(
+            "acceptance: rejection, recovered and bonus",
+            acceptance.accept_reject_kernel,
+            f"{reject} i32 i32 i32",
+            sizes,
+            num_warps=8,
+            max_registers=255,
+        ),
+    ]
+    for name, coupled in (("greedy", False), ("coupled", True)):
+        constants = {"COUPLED": coupled, "TILE": acceptance.COUPLED_TILE}
+        kernel = acceptance.emit_kernel
+        made.append(Variant(f"acceptance: emit, {name}", kernel, law, constants, num_warps=8))
+    return made
