@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.device import acceptance, attention, block_sample
+from kernels.device import acceptance, attention, block_sample, budget, experts, rope_store
 from kernels.sm90 import Variant
 
 KEYS = attention.KEY_BLOCK
@@ -10,7 +10,7 @@ KEYS = attention.KEY_BLOCK
 
 def variants() -> list[Variant]:
     """The catalogue. A kernel that is missing here is caught by a test."""
-    return [*_attention(), *_block_sample(), *_acceptance()]
+    return [*_attention(), *_block_sample(), *_acceptance(), *_budget(), *_experts(), *_rope_store()]
 
 
 def _attention() -> list[Variant]:
@@ -116,3 +116,75 @@ def _acceptance() -> list[Variant]:
         kernel = acceptance.emit_kernel
         made.append(Variant(f"acceptance: emit, {name}", kernel, law, constants, num_warps=8))
     return made
+
+
+def _budget() -> list[Variant]:
+    return [
+        Variant(
+            "budget: survivals",
+            budget.survivals_kernel,
+            "*fp32 *i1 *fp32 i32 i32",
+            {"ROWS": budget.ROW_TILE},
+        ),
+        Variant(
+            "budget: verify lengths of 1024 requests",
+            budget.allocate_kernel,
+            "*fp32 *i64 *i64 *fp32 *i64 i32 i32",
+            {"ROWS": 1024, "SLOTS": 8},
+            num_warps=8,
+            max_registers=255,
+        ),
+    ]
+
+
+def _experts() -> list[Variant]:
+    grouped = {
+        "EXPERTS": 128, "ROWS": experts.ROW_TILE, "OUT": experts.OUT_TILE, "IN": experts.IN_TILE,
+        "WIDEN": False, "WIDTH_IN": 2048, "WIDTH_OUT": 768,
+    }  # fmt: skip
+    products = [
+        Variant(
+            f"experts: grouped product, {name}",
+            experts.grouped_kernel,
+            "*bf16 *bf16 *bf16 *i64 *bf16 i32",
+            grouped | {"GATED": gated},
+            num_stages=3,
+            wants=("wgmma",),
+        )
+        for name, gated in (("gated", True), ("plain", False))
+    ]
+    return [
+        *products,
+        Variant(
+            "experts: sort",
+            experts.sort_kernel,
+            "*i64 *i64 *i64 *i64 i32 i32",
+            {"TILE": experts.COPY_TILE},
+        ),
+        Variant(
+            "experts: permute",
+            experts.gather_kernel,
+            "*bf16 *i64 *bf16 i32",
+            {"TILE": experts.WIDTH_TILE},
+        ),
+        Variant(
+            "experts: combine",
+            experts.combine_kernel,
+            "*bf16 *bf16 *i64 *bf16 i32",
+            {"TOP_K": 8, "TILE": experts.WIDTH_TILE},
+        ),
+    ]
+
+
+def _rope_store() -> list[Variant]:
+    sizes = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64}
+    return [
+        Variant(
+            f"norm, rotation and K/V write, {name}",
+            rope_store.rope_store_kernel,
+            "*bf16 *fp32 *fp32 *i64 *i64 *bf16 *bf16 i32 fp32 fp32",
+            sizes | {"HAS_NORM": has_norm},
+            num_warps=1,
+        )
+        for name, has_norm in (("q and k norms", True), ("no norms", False))
+    ]
