@@ -63,13 +63,14 @@ class DrafterActor(Shell):
     def draft_times(self) -> DraftTimes:
         return self._draft_times
 
-    def prepare(self) -> None:
+    def prepare(self) -> str:
         self.enter("loading", str(self._config.model.drafter))
         with tracing.span(tracing.SPAN_LOAD, {tracing.ATTR_DRAFTER: self.seat.name}):
             engine = self._engine_factory(self._config, self.seat)
         self.enter("measuring", "draft times")
         self._draft_times = measure_draft_times(engine, self._config)
         self._engine = engine
+        return ""
 
     # --- a turn -----------------------------------------------------------------------------------------------------
 

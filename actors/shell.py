@@ -31,6 +31,7 @@ Phase = Literal["starting", "loading", "measuring", "ready", "draining", "stoppe
 
 FAILED_START_VISIBLE_S = 3.0  # so that the starter can read the cause before Ray tries again
 CONTROL_TIMEOUT_S = 30.0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,14 @@ class Shell:
 
     def start(self) -> None:
         """Begin the loop; the constructor of the subclass calls it last."""
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)  # a Ray worker has no handler
         self._thread.start()
 
     # --- the loop thread --------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Load and measure, before the first turn. `self.link` is open."""
+    def prepare(self) -> str:
+        """Load and measure, before the first turn, with `self.link` open. Returns what to say when ready."""
+        return ""
 
     def turn(self) -> None:
         """Poll, decide, compute, send: once."""
@@ -152,8 +155,7 @@ class Shell:
             self.link = open_link(
                 self._link_kind, self.seat.name, self.role, self.seat.membership, host, own_actor
             )
-            self.prepare()
-            self.enter("ready")
+            self.enter("ready", self.prepare())
             while not self._stopping.is_set():
                 self._obey()
                 self.turn()

@@ -13,12 +13,13 @@ import numpy as np
 from actors import tracing
 from actors.core.admission import RankLimits
 from actors.core.capacity import LocalPolicy
+from actors.core.explain import explain
 from actors.core.layout import StepPlan
-from actors.core.messages import RankProfile
+from actors.core.messages import CloseDraft, RankProfile
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.sps import CostCurve, CurveError
-from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
@@ -81,13 +82,12 @@ class TargetActor(Shell):
 
     # --- preparing --------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self) -> str:
         config = self._config
         self.enter("loading", config.model.path)
         with tracing.span(tracing.SPAN_LOAD, {tracing.ATTR_RANK: self.seat.name}):
             self._engine = self._engine_factory(config, self.seat)
-        if config.model.numerics == "reproducible":
-            self._check_rows()
+        note = self._check_rows() if config.model.numerics == "reproducible" else ""
         self.enter("measuring", "step times")
         batch_tokens, num_requests, step_time_s = self._measure_steps(self._engine, config)
         spec, gamma = self._engine.spec, config.drafter.gamma if config.model.drafter else 0
@@ -116,18 +116,19 @@ class TargetActor(Shell):
         decider = VerifyDecider(endpoint.name, endpoint.epoch, self._policy, allocate)
         self._rank = Rank(endpoint, limits, decider)
         self._spec = spec
+        return note
 
-    def _check_rows(self) -> None:
+    def _check_rows(self) -> str:
         self.enter("measuring", "row invariance")
         self._is_row_invariant = self._engine.check_row_invariance()
         if self._is_row_invariant:
-            log.info("%s: a row's result does not depend on its batch", self.seat.name)
-        else:
-            log.error(
-                "%s: numerics=reproducible, but a row's result depends on its batch here: the same "
-                "seed may give other tokens. Use dtype=float32 or numerics=fast",
-                self.seat.name,
-            )
+            return "(a row's result does not depend on its batch)"
+        note = (
+            "WARNING: numerics=reproducible, but a row's result depends on its batch here; the same "
+            "seed may give other tokens. Use dtype=float32 or numerics=fast"
+        )
+        log.error("%s: %s", self.seat.name, note)
+        return note
 
     def _learn_profile(self) -> None:
         assert self._profile is not None
@@ -183,14 +184,14 @@ class TargetActor(Shell):
                 raise
             return
         self._failures_in_a_row = 0
-        self.send_all(rank.apply(plan, result, time.monotonic(), time.perf_counter() - started))
+        outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
+        # The next step waits for the drafters: their messages leave first.
+        self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
         assert report is not None
+        served_s = report.step_time_s + report.draft_wait_s
         self._policy.times.fold(
-            report.num_requests,
-            report.batch_tokens,
-            report.num_prefill_tokens,
-            report.step_time_s + report.draft_wait_s,
+            report.num_requests, report.batch_tokens, report.num_prefill_tokens, served_s
         )
 
     def _rest(self) -> None:
@@ -216,6 +217,7 @@ class TargetActor(Shell):
                 "%s offers blocks of gamma=%d, not %d: it is not used by %s",
                 *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
             )
+        self._take_leave(old, new)
         rank.set_drafters([drafter.endpoint for drafter in usable])
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
@@ -226,6 +228,16 @@ class TargetActor(Shell):
             self._learn_profile()
         if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):
             self._introduce()
+
+    def _take_leave(self, old: Peers, new: Peers) -> None:
+        """A drafter that was only borrowed lives on, and shall forget what it holds for this rank."""
+        staying = {drafter.endpoint.name for drafter in new.drafters}
+        for endpoint in (drafter.endpoint for drafter in old.drafters):
+            held = [
+                r.request_id for r in self._rank.book.live.values() if r.drafter == endpoint.name
+            ]
+            if endpoint.name not in staying and held:
+                self.link.send(endpoint, CloseDraft(self.seat.name, tuple(held)))
 
     def _introduce(self) -> None:
         """A new allocator knows nothing; it gets the curve and the last report."""
@@ -250,13 +262,7 @@ class TargetActor(Shell):
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
         """The last rounds of a request: survivals, lambda, K, scheduled, and which rule cut them (C11)."""
-        return await self.on_loop(
-            lambda: [
-                _explanation(decision, decision.request_ids.index(request_id))
-                for decision in self._rank.decisions
-                if request_id in decision.request_ids
-            ]
-        )
+        return await self.on_loop(lambda: explain(self._rank.decisions, request_id))
 
     async def stats(self) -> dict[str, Any]:
         """Counts since this incarnation started, and the verdict of the last idle check."""
@@ -286,15 +292,3 @@ class TargetActor(Shell):
             "last_rule": rank.report.budget_rule if rank.report else "",
             "link": asdict(self.link.counters),
         }
-
-
-def _explanation(decision: StepDecision, row: int) -> dict[str, Any]:
-    return {
-        "step": decision.step,
-        "survivals": [round(float(s), 4) for s in decision.survivals[row]],
-        "min_survival": decision.choice.min_survival,
-        "max_draft_tokens": decision.choice.max_draft_tokens,
-        "rule": decision.choice.rule,
-        "verify_len": int(decision.verify_len[row]),
-        "cut_by": decision.cut_by(row),
-    }

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from cluster.commands.simulate import add_options as add_simulate_options
 from cluster.console import CommandError, emit_json, note
 from cluster.run_state import DEFAULT_STATE_FILE
 from configs.load import DEFAULT_PRESET, ConfigError, preset_names
@@ -75,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         "--engine-only", action="store_true", help="the target alone, in this process"
     )
     bench.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
+
+    simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
+    add_simulate_options(simulate)
 
     show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
     _add_config(show)

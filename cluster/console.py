@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 
 class CommandError(Exception):
@@ -16,10 +16,11 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
-def say(text: str = "", *, end: str = "\n") -> None:
-    """A result, for the user or for a pipe (stdout)."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+def say(text: str = "", *, end: str = "\n", to: TextIO | None = None) -> None:
+    """A result, for the user or for a pipe (stdout, unless another stream is given)."""
+    stream = to or sys.stdout
+    stream.write(text + end)
+    stream.flush()
 
 
 def note(text: str = "", *, end: str = "\n") -> None:
@@ -28,9 +29,9 @@ def note(text: str = "", *, end: str = "\n") -> None:
     sys.stderr.flush()
 
 
-def emit_json(value: Mapping[str, Any]) -> None:
+def emit_json(value: Mapping[str, Any], to: TextIO | None = None) -> None:
     """The one object of a `--json` run; always the last line of stdout."""
-    say(json.dumps(value, ensure_ascii=False))
+    say(json.dumps(value, ensure_ascii=False), to=to)
 
 
 def dim(text: str) -> str:

@@ -168,18 +168,13 @@ class Dispatcher:
             raise NoReadyRankError(self.router.why_unready())
         refusals: list[ReservationReply] = []
         for route in candidates:
-            reply = await self._desk.ask(route.endpoint, stream.journal)
+            reply = await self._try(stream, route.endpoint)
             if reply is None:
                 self.counters.num_unanswered += 1
-                continue
-            if reply.granted:
-                admission = stream.attach(route.endpoint)
-                self.link.send(route.endpoint, admission)
-                self.router.note_sent(route.endpoint.name)
-                self.counters.num_placed += 1
-                self.counters.num_replayed += admission.generation > 0
+            elif reply.granted:
                 return
-            refusals.append(reply)
+            else:
+                refusals.append(reply)
         if not refusals:
             raise NoReadyRankError(
                 f"none of {len(candidates)} ranks answered within {self.limits.reservation_timeout_s:g} s"
@@ -187,13 +182,35 @@ class Dispatcher:
         self.counters.num_refused += 1
         raise refused(refusals)
 
+    async def _try(self, stream: LiveStream, rank: Endpoint) -> ReservationReply | None:
+        """Ask one rank, and admit the stream there when it grants."""
+        reply: ReservationReply | None = None
+        self.router.begin(rank.name)
+        try:
+            reply = await self._desk.ask(rank, stream.journal)
+        finally:
+            if reply is None or not reply.granted:
+                self.router.end(rank.name)
+        if reply is not None and reply.granted:
+            admission = stream.attach(rank)
+            self.link.send(rank, admission)
+            self.counters.num_placed += 1
+            self.counters.num_replayed += admission.generation > 0
+        return reply
+
     def forget(self, stream: LiveStream) -> None:
         """The stream is over."""
         self._streams.pop(stream.request_id, None)
         self.counters.num_late_deltas += stream.journal.num_late
 
+    def leave(self, rank: Endpoint, stream: LiveStream, *, is_done: bool) -> None:
+        """A stream is on this rank no more; unless the rank has ended it itself, it must stop now."""
+        self.router.end(rank.name)
+        if not is_done:
+            self.abort(rank, stream.request_id, stream.journal.generation)
+
     def abort(self, to: Endpoint, request_id: str, generation: int) -> None:
-        """Have a rank drop a request, or the reservation made for it."""
+        """Have a rank drop a request."""
         self.counters.num_aborted += 1
         self.link.send(to, AbortRequest(request_id, generation))
 

@@ -130,7 +130,7 @@ class Intake:
         return jobs
 
     def _check(self, request: GenerationRequest) -> None:
-        if request.model != self.limits.model_name:
+        if request.model not in (None, self.limits.model_name):
             raise ApiError(
                 404,
                 f"model={request.model!r}: not served here; use {self.limits.model_name!r}",

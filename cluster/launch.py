@@ -43,6 +43,8 @@ STATUS_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 INGRESS_CPUS = 2.0  # offered to Serve beside what the actors reserve
+# The waiting threads of a rank must not spin on the cores its drafter computes on.
+OMP_WAIT_POLICY = "PASSIVE"
 
 Progress = Callable[[str], None]
 
@@ -211,8 +213,7 @@ def _start(cls: type, name: str, slot: Slot | None, *arguments: Any) -> None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             _running.placement_group, placement_group_bundle_index=slot.bundle
         )
-    # PASSIVE: the waiting threads of a rank must not spin on the cores its drafter computes on.
-    variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": OMP_WAIT_POLICY}
     actor: Any = ray.remote(cls).options(
         name=name,
         namespace=NAMESPACE,

@@ -86,7 +86,7 @@ class StreamHost(Protocol):
 
     async def place(self, stream: LiveStream) -> None: ...
     def forget(self, stream: LiveStream) -> None: ...
-    def abort(self, to: Endpoint, request_id: str, generation: int) -> None: ...
+    def leave(self, rank: Endpoint, stream: LiveStream, *, is_done: bool) -> None: ...
     def rank_is_gone(self, endpoint: Endpoint) -> str: ...
 
 
@@ -190,7 +190,7 @@ class LiveStream:
         if self._closed:
             return
         self._closed = True
-        self._abort_rank()
+        self._leave_rank()
         self._host.forget(self)
 
     def _take(self) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ class LiveStream:
     async def _replay(self) -> None:
         """Go on elsewhere (or there again, when it is back): the client sees a pause."""
         reason = self._lost
-        self._abort_rank()
+        self._leave_rank()
         if self.journal.settle():
             return
         self._num_fruitless += 1
@@ -241,9 +241,9 @@ class LiveStream:
                 "stream_lost",
             ) from obstacle
 
-    def _abort_rank(self) -> None:
-        if self.rank is not None and not self._rank_is_done:
-            self._host.abort(self.rank, self.request_id, self.journal.generation)
+    def _leave_rank(self) -> None:
+        if self.rank is not None:
+            self._host.leave(self.rank, self, is_done=self._rank_is_done)
         self.rank = None
 
     @property

@@ -108,7 +108,7 @@ class DsparkOptions(BaseModel):
 class GenerationRequest(Schema):
     """What both endpoints share."""
 
-    model: str
+    model: str | None = None  # one model is served, so it may go unnamed
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=-1)

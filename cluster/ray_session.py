@@ -61,6 +61,7 @@ class RaySession:
         """
         if self._was_there:
             return
+        _log_what_ray_prints()
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             if self._address is not None:
@@ -119,6 +120,18 @@ class RaySession:
                 "check the address, and that RAY_AUTH_MODE and ~/.ray/auth_token are the cluster's"
             )
         return "look at free memory and at the logs below RAY_TMPDIR (by default /tmp/ray)"
+
+
+def _log_what_ray_prints() -> None:
+    """Ray prints messages of its nodes to stdout, where ours may be read by a machine: they go to the log instead."""
+
+    def to_log(data: dict[str, Any], *_: Any, **__: Any) -> None:
+        for line in data["lines"]:
+            # Serve's controller leaves calls behind whenever it ends.
+            level = logging.INFO if "Task ServeController." in line else logging.WARNING
+            log.log(level, "Ray: %s", line.rstrip())
+
+    ray._private.worker.print_to_stdstream = to_log
 
 
 def log_folder() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from actors.core.messages import LoadView, RankLoad, RankRoute, RoutingTable
 
 # An older view, or a rank that has not reported for so long, says nothing about now.
@@ -9,9 +11,10 @@ MAX_VIEW_AGE_S = 10.0
 
 
 class Router:
-    """Orders the ready ranks by predicted time per token; round-robin while no load is known. Knows no clock.
+    """Orders the ready ranks by predicted time per token; evenly while no load is known. Knows no clock.
 
-    Between two views the router counts what it has sent itself, so that a burst does not pile up on one rank.
+    What this ingress itself has on a rank, or is just asking it to take, counts at once, before any view shows it: a
+    burst would pile up on one rank otherwise.
     """
 
     def __init__(self) -> None:
@@ -19,7 +22,8 @@ class Router:
         self._loads: dict[str, RankLoad] = {}
         self._view_version = -1
         self._view_at_s = float("-inf")
-        self._sent_since_view: dict[str, int] = {}
+        self._own: Counter[str] = Counter()  # streams of this ingress by rank, asked for or running
+        self._begun: Counter[str] = Counter()  # those of them that began after the view
         self._turn = 0
 
     def update_table(self, table: RoutingTable) -> bool:
@@ -38,12 +42,17 @@ class Router:
         self._view_version = view.version
         self._view_at_s = now_s
         self._loads = {load.rank: load for load in view.ranks}
-        self._sent_since_view = {}
+        self._begun.clear()
         return True
 
-    def note_sent(self, rank: str) -> None:
-        """A stream was placed there."""
-        self._sent_since_view[rank] = self._sent_since_view.get(rank, 0) + 1
+    def begin(self, rank: str) -> None:
+        """A stream asks that rank for room; balanced by `end`."""
+        self._own[rank] += 1
+        self._begun[rank] += 1
+
+    def end(self, rank: str) -> None:
+        """It was refused, or it has left the rank."""
+        self._own[rank] -= 1
 
     def route(self, rank: str) -> RankRoute | None:
         return next((r for r in self.table.ranks if r.endpoint.name == rank), None)
@@ -58,7 +67,7 @@ class Router:
         rotated = ready[turn:] + ready[:turn]  # ties, and ranks without a known load, take turns
         known = {rank: load.predicted_tpot_s for rank, load in self._fresh_loads(now_s).items()}
         if not known:
-            return sorted(rotated, key=lambda r: self._sent_since_view.get(r.endpoint.name, 0))
+            return sorted(rotated, key=lambda r: self._own[r.endpoint.name])
         return sorted(rotated, key=lambda r: self._predicted_s(r.endpoint.name, known))
 
     def describe(self) -> list[dict[str, str | int | float]]:
@@ -98,7 +107,9 @@ class Router:
 
     def _predicted_s(self, rank: str, known: dict[str, float]) -> float:
         load = self._loads.get(rank)
-        num_there = load.num_running + load.num_waiting if load is not None else 0
+        num_seen = load.num_running + load.num_waiting if load is not None else 0
+        # The view may be too old to show what we have begun, or still show what we had before.
+        num_unseen = max(self._own[rank] - num_seen, self._begun[rank])
         # A rank that has not reported is taken to be as fast as the others are on average.
         tpot_s = known.get(rank, sum(known.values()) / len(known))
-        return tpot_s * (1 + self._sent_since_view.get(rank, 0) / (1 + num_there))
+        return tpot_s * (1 + num_unseen / (1 + num_seen))

@@ -48,16 +48,16 @@ class Registration:
 
     def __init__(self, file: IO[str], state: RunState) -> None:
         self._file = file
-        self._state = state
+        self.state = state
         self._write()
 
     def update(self, **changes: Any) -> None:
-        self._state = replace(self._state, **changes)
+        self.state = replace(self.state, **changes)
         self._write()
 
     def _write(self) -> None:
         # One write of a constant length: a reader sees the old state or the new one, never half of it.
-        text = json.dumps(asdict(self._state)).encode().ljust(RECORD_BYTES)
+        text = json.dumps(asdict(self.state)).encode().ljust(RECORD_BYTES)
         assert len(text) == RECORD_BYTES
         os.pwrite(self._file.fileno(), text, 0)
 

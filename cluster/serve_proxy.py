@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -18,6 +19,7 @@ from configs.schema import IngressConfig
 logger = logging.getLogger(__name__)
 
 _FOLDER_VARIABLE, _PROXY_FOLDER = "RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "dspark-proxy-"
+_PORTS = range(20_000, 30_000)
 
 
 class IngressStartError(RuntimeError):
@@ -73,7 +75,7 @@ def _write_haproxy_starter(folder: Path) -> Path:
 
 
 def _haproxy_environment(config: IngressConfig, folder: Path, binary: Path) -> dict[str, str]:
-    ports = [str(port) for port in _free_ports(4)]
+    ports = _free_ports(4)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -95,15 +97,21 @@ def _haproxy_environment(config: IngressConfig, folder: Path, binary: Path) -> d
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+def _free_ports(count: int) -> list[str]:
+    """Ports that nobody has now and nobody will be given: above Ray's worker ports, below the ephemeral ones."""
+    found: list[str] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(str(port))
+        if len(found) == count:
+            return found
+    raise IngressStartError(
+        f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} is free: end what listens there"
+    )
 
 
 def remove_proxy_files() -> None:

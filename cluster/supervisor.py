@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 2.0
-HANG_AFTER_S = 120.0  # a loop that has not come round for so long stands still
+HANG_AFTER_S = 120.0  # the longest step of a large model, with room
 STATS_TIMEOUT_S = 10.0
 
 
@@ -36,6 +36,7 @@ class Supervisor:
         membership: handed to whoever joins the cluster's links.
         host: address links listen on; None: each node's own.
         namespace: where the actors are named.
+        hang_after_s: a loop that has not come round for so long stands still, and its process is ended.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Supervisor:
         membership: Membership,
         host: str | None,
         namespace: str,
+        hang_after_s: float = HANG_AFTER_S,
     ) -> None:
         # A later incarnation starts above every version of an earlier one.
         self._book = RouteBook(members, first_version=int(time.time()))
         self._membership = membership
         self._host = host
         self._namespace = namespace
+        self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
@@ -119,7 +122,7 @@ class Supervisor:
             self._book.miss(member.name, f"does not answer: {_first_line(error)}", has_ended=False)
         else:
             self._book.hear(description)
-            if member.is_usable and description.turn_age_s > HANG_AFTER_S:
+            if member.is_usable and description.turn_age_s > self._hang_after_s:
                 self._kill(member, description.turn_age_s)
 
     def _kill(self, member: Member, age_s: float) -> None:

@@ -19,12 +19,13 @@ from configs.schema import ClusterConfig
 
 VOCAB = 997
 EOS = VOCAB  # never produced
+HANG = 996  # a token that no step with it survives
 GAMMA, NUM_RIGHT, TOP_K = 5, 3, 4
 STEP_S, DRAFT_S = 0.004, 0.001
 
 
 def following(token: int, position: int) -> int:
-    return (token * 31 + position * 7 + 1) % VOCAB
+    return (token * 31 + position * 7 + 1) % (VOCAB - 1)
 
 
 def stream_after(prompt: list[int], num_tokens: int) -> list[int]:
@@ -58,7 +59,7 @@ class FakeTarget:
         return True
 
     def step(self, plan: StepPlan) -> StepResult:
-        time.sleep(STEP_S)
+        time.sleep(3600 if HANG in plan.token_ids else STEP_S)
         num_accepted = np.zeros(plan.num_requests, np.int32)
         next_token = np.full(plan.num_requests, -1, np.int32)
         for row in range(plan.num_requests):
@@ -102,7 +103,7 @@ class FakeDrafter:
             token, position = int(batch.anchor_token_ids[i]), int(batch.committed_lens[i]) - 1
             for k in range(GAMMA):
                 token = following(token, position + k)
-                drafts[row, k] = token if k < NUM_RIGHT else (token + 1) % VOCAB
+                drafts[row, k] = token if k < NUM_RIGHT else (token + 1) % (VOCAB - 1)
         q_ids = np.full((*drafts.shape, TOP_K), -1, np.int32)
         q_ids[..., 0] = drafts
         q_probs = np.zeros(q_ids.shape, np.float32)

@@ -13,7 +13,7 @@ from configs.schema import ClusterConfig
 from tests import ray_fakes
 
 
-def main(settings: str) -> None:
+def main(settings: str, address: str | None = None) -> None:
     parts = Parts(
         target_engine=ray_fakes.FakeTarget,
         drafter_engine=ray_fakes.FakeDrafter,
@@ -25,7 +25,7 @@ def main(settings: str) -> None:
     stop = threading.Event()
     with interruptible():
         try:
-            launcher.launch(config, progress=say, parts=parts)
+            launcher.launch(config, progress=say, address=address, parts=parts)
             on_signal(stop.set)
             say("serving")
             stop.wait()
@@ -41,4 +41,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -26,6 +26,7 @@ Int64 = npt.NDArray[np.int64]
 
 EXACT_SLOTS = 384  # up to so many slots every slot and level is tried; beyond, bins of survival and a refined grid
 ROUNDING = 1e-6  # relative; a plan that is worse by less than this is as good
+HYSTERESIS = 0.005  # relative gain a plan needs over the one in force
 NUM_LEVELS = 40
 COARSE = 8  # bins that are one bin while the levels are searched
 NUM_REFINED = 12
@@ -59,32 +60,44 @@ class JointPlan:
 
 
 def plan_group(
-    survivals: Float32,
+    worth: Float32,
     num_requests: Int64,
     times: GroupTimes,
     min_predicted_gain: float = 0.0,
+    base_worth: float | None = None,
+    incumbent: Int64 | None = None,
 ) -> JointPlan:
     """The plan for one group of n ranks.
 
     Args:
-        survivals: [sum R, gamma] rank after rank, from at least two steps before the step that is planned.
+        worth: [sum R, gamma] in 0..1, what verifying each slot brings, rank after rank: survivals of at least two
+            steps before the planned one, or survivals times the weight of their class.
         num_requests: [n] rows of each rank.
         times: the cost of the planned step.
         min_predicted_gain: relative gain over the best common length below which that length is used instead.
+        base_worth: what the step brings without any draft token; None is a token a request.
+        incumbent: [n] draft tokens of the plan in force. It stays unless another is better by `HYSTERESIS`, so that
+            budgets do not run after the noise of a few survivals.
     """
-    assert len(survivals) == num_requests.sum() and len(num_requests) == len(times.curves)
+    assert len(worth) == num_requests.sum() and len(num_requests) == len(times.curves)
     nothing = np.zeros(len(num_requests), np.int64)
-    if not len(survivals):
+    if not len(worth):
         return JointPlan(nothing, np.ones(len(nothing)), "idle", 0.0, times.step_time_s(nothing))
-    exact = survivals.size <= EXACT_SLOTS
-    slots: Slots = (ExactSlots if exact else BinnedSlots).of(survivals, num_requests)
-    num = len(survivals)
-    if isinstance(slots, ExactSlots):
-        drafts = _search_exact(slots, num, times)
+    base = float(len(worth)) if base_worth is None else base_worth
+    slots: Slots
+    if worth.size <= EXACT_SLOTS:
+        slots = ExactSlots.of(worth, num_requests)
+        drafts = _search_exact(slots, base, times)
     else:
-        drafts = _search_binned(slots, num, times)
-    tokens, time = num + float(slots.expected(drafts).sum()), times.step_time_s(drafts)
-    length, uniform_rate = _best_uniform(survivals, num_requests, times)
+        slots = BinnedSlots.of(worth, num_requests)
+        drafts = _search_binned(slots, base, times)
+    tokens, time = base + float(slots.expected(drafts).sum()), times.step_time_s(drafts)
+    if incumbent is not None:
+        kept = np.minimum(incumbent, slots.num)
+        kept_tokens, kept_time = base + float(slots.expected(kept).sum()), times.step_time_s(kept)
+        if tokens / time < (1.0 + HYSTERESIS) * kept_tokens / kept_time:
+            drafts, tokens, time = kept, kept_tokens, kept_time
+    length, uniform_rate = _best_uniform(worth, base, num_requests, times)
     if tokens / time < (1.0 + min_predicted_gain - ROUNDING) * uniform_rate:
         drafts = num_requests * length
         time = times.step_time_s(drafts)
@@ -95,20 +108,22 @@ def plan_group(
     return JointPlan(drafts, price, "joint" if drafts.any() else "none", tokens, time)
 
 
-def _best_uniform(survivals: Float32, num_requests: Int64, times: GroupTimes) -> tuple[int, float]:
+def _best_uniform(
+    worth: Float32, base: float, num_requests: Int64, times: GroupTimes
+) -> tuple[int, float]:
     """The best common verify length of the group and its throughput."""
-    gamma = survivals.shape[1]
-    ones = np.ones(len(survivals), np.float32)
-    gained = np.concatenate([[0.0], np.cumsum((ones @ survivals).astype(np.float64))])
+    gamma = worth.shape[1]
+    ones = np.ones(len(worth), np.float32)
+    gained = np.concatenate([[0.0], np.cumsum((ones @ worth).astype(np.float64))])
     lengths = np.arange(gamma + 1)
     drafts = num_requests[:, None] * lengths
     time = times.rank_times_s(drafts).max(axis=0)
     time = time + times.shared(times.base_tokens.sum() + drafts.sum(axis=0))
-    rate = (len(survivals) + gained) / time
+    rate = (base + gained) / time
     return int(rate.argmax()), float(rate.max())
 
 
-def _search_exact(slots: ExactSlots, num_requests: int, times: GroupTimes) -> Int64:
+def _search_exact(slots: ExactSlots, base: float, times: GroupTimes) -> Int64:
     """Every level that some number of drafts reaches against every size of the pooled ranking."""
     widest = int(slots.num.max(initial=0))
     if not widest:
@@ -122,7 +137,7 @@ def _search_exact(slots: ExactSlots, num_requests: int, times: GroupTimes) -> In
     sizes = _with_zero(np.cumsum(is_open, axis=0))
     gained = _with_zero(np.cumsum(is_open * slots.survival[:, None], axis=0))
     time = levels + times.shared(times.base_tokens.sum() + sizes)
-    rate = (num_requests + gained) / time
+    rate = (base + gained) / time
     size, level = np.unravel_index(int(rate.argmax()), rate.shape)
     taken = is_open[:size, level]
     return np.bincount(slots.rank[:size][taken], minlength=len(slots.num)).astype(np.int64)
@@ -133,16 +148,16 @@ def _with_zero(sums: npt.NDArray[np.generic]) -> Float64:
     return np.concatenate([np.zeros((1, sums.shape[1])), sums])
 
 
-def _search_binned(slots: BinnedSlots, num_requests: int, times: GroupTimes) -> Int64:
+def _search_binned(slots: BinnedSlots, base: float, times: GroupTimes) -> Int64:
     """A grid of levels, then a finer one around its best, against bins of survival."""
     nothing, everything = np.zeros(len(slots.num)), slots.num.astype(np.float64)
     low = float(times.rank_times_s(nothing).max())
     high = float(times.rank_times_s(everything).max())
     levels = _level_grid(slots, times, low, max(high, low))
-    best, _ = _best_point(slots.merged(COARSE), num_requests, times, levels)
+    best, _ = _best_point(slots.merged(COARSE), base, times, levels)
     near = levels[max(best - 1, 0)], levels[min(best + 1, len(levels) - 1)]
     finer = np.unique(np.append(np.geomspace(*near, NUM_REFINED), levels[best]))
-    _, plan = _best_point(slots, num_requests, times, finer)
+    _, plan = _best_point(slots, base, times, finer)
     return plan
 
 
@@ -161,7 +176,7 @@ def _level_grid(slots: BinnedSlots, times: GroupTimes, low: float, high: float) 
 
 
 def _best_point(
-    slots: BinnedSlots, num_requests: int, times: GroupTimes, levels: Float64
+    slots: BinnedSlots, base: float, times: GroupTimes, levels: Float64
 ) -> tuple[int, Int64]:
     """The best level (its index) and the drafts of each rank there."""
     caps = np.clip(times.most_drafts(levels), 0, slots.num[:, None])  # [n, G]
@@ -176,7 +191,7 @@ def _best_point(
     sizes = _cuts(per_bin, part)  # [G, bins * 4 + 1]
     gained = _cuts(per_bin * slots.centres, part)
     time = levels[:, None] + times.shared(times.base_tokens.sum() + sizes)
-    rate = (num_requests + gained) / time
+    rate = (base + gained) / time
     level, cut = (int(at) for at in np.unravel_index(int(rate.argmax()), rate.shape))
     whole, piece = divmod(cut, SUBDIVISIONS)
     edges = np.concatenate([np.zeros((len(counts), 1), np.int64), slots.cumulative], axis=1)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.capacity import RankView
+from actors.core.classes import ClassPrices, plan_classes
 from actors.core.cost import LockstepModel, RankStep
 from actors.core.joint import JointPlan, plan_group
 from actors.core.messages import StepReport
@@ -21,6 +22,7 @@ from actors.core.prefix_scheduler import Budget, lagged_budget
 from actors.core.sps import CostCurve
 
 Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
 
 MISTRUSTED = "model_mistrusted"
 
@@ -33,6 +35,7 @@ class _Group:
     model: LockstepModel
     reports: dict[str, StepReport] = field(default_factory=dict)
     views: dict[str, RankView] = field(default_factory=dict)
+    class_ids: dict[str, Int64] = field(default_factory=dict)  # of the rows of each rank's report
     learned_step: int = -1
     plan: JointPlan | None = None
 
@@ -60,11 +63,18 @@ class JointSolver:
         num_fallbacks: plans that were left to the ranks, because the model of their group was not to be trusted.
     """
 
-    def __init__(self, groups: Sequence[Sequence[str]], shared_knots: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        shared_knots: Sequence[float] = (),
+        prices: ClassPrices | None = None,
+    ) -> None:
+        """`prices`: weigh requests by class; reports then come with the class of each row (`observe`)."""
         self._groups: dict[str, _Group] = {}
         for ranks in groups:
             group = _Group(tuple(ranks), LockstepModel(len(ranks), shared_knots))
             self._groups.update(dict.fromkeys(ranks, group))
+        self.prices = prices
         self.num_fallbacks = 0
 
     def model_of(self, rank: str) -> LockstepModel | None:
@@ -77,12 +87,19 @@ class JointSolver:
         group = self._groups.get(rank)
         return group.plan if group else None
 
-    def observe(self, report: StepReport) -> None:
-        """Learn from a step once all ranks of the group have reported it. Steps with prefill cost differently."""
+    def observe(self, report: StepReport, class_ids: Int64 | None = None) -> None:
+        """Learn from a step once all ranks of the group have reported it. Steps with prefill cost differently.
+
+        `class_ids` [R]: the class of each row of the report's survivals; None counts all as the first.
+        """
         group = self._groups.get(report.rank.name)
         if group is None:
             return
         group.reports[report.rank.name] = report
+        rows = len(report.survivals)
+        group.class_ids[report.rank.name] = (
+            np.zeros(rows, np.int64) if class_ids is None else class_ids
+        )
         reports = [group.reports.get(rank) for rank in group.ranks]
         complete = [r for r in reports if r is not None and r.step == report.step]
         if len(complete) < len(group.ranks) or report.step <= group.learned_step:
@@ -114,8 +131,8 @@ class JointSolver:
 
     def _plan(self, group: _Group, min_predicted_gain: float) -> dict[str, Budget]:
         """Budgets of all ranks of a group, or none where the group has to be left to its ranks."""
-        group.plan = None
         if not group.model.is_trusted:
+            group.plan = None
             self.num_fallbacks += 1
             return {
                 rank: _named(_alone(view, min_predicted_gain), MISTRUSTED)
@@ -127,13 +144,28 @@ class JointSolver:
         rows = [group.survivals(rank) for rank in group.ranks]
         requests = np.array([len(survivals) for survivals in rows], np.int64)
         steps = []
-        for rank, curve, survivals in zip(group.ranks, curves, rows, strict=True):
+        for rank, curve, shown in zip(group.ranks, curves, rows, strict=True):
             view, report = group.views.get(rank), group.reports.get(rank)
-            tokens = len(survivals) + (view.num_other_tokens if view else 0)
+            tokens = len(shown) + (view.num_other_tokens if view else 0)
             context = report.context_tokens if report else 0
-            steps.append(RankStep(curve, len(survivals), tokens, context))
+            steps.append(RankStep(curve, len(shown), tokens, context))
         times = group.model.times(steps)
-        group.plan = plan_group(np.concatenate(rows), requests, times, min_predicted_gain)
+        incumbent = group.plan.max_draft_tokens if group.plan else None
+        survivals = np.concatenate(rows)
+        if self.prices is None:
+            group.plan = plan_group(
+                survivals, requests, times, min_predicted_gain, incumbent=incumbent
+            )
+        else:
+            ids = np.concatenate(
+                [
+                    group.class_ids.get(rank, np.zeros(len(shown), np.int64))[: len(shown)]
+                    for rank, shown in zip(group.ranks, rows, strict=True)
+                ]
+            )
+            group.plan = plan_classes(
+                survivals, ids, requests, times, self.prices, min_predicted_gain, incumbent
+            )
         return dict(zip(group.ranks, group.plan.budgets(), strict=True))
 
 

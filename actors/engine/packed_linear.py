@@ -1,9 +1,9 @@
 """Linear layers whose weights are laid out once for the machine, with what follows them fused in.
 
-On CPU, oneDNN multiplies from weights reordered at load (a quarter to a third faster at few rows), and applies SiLU,
-a product or a residual sum to the result while it is hot. In bf16 and in fp32 it gives a row the same bits whatever
-other rows are there, except that a lone row takes another path, which rounds one result in ten thousand differently:
-hence `min_rows`.
+On CPU, oneDNN multiplies from weights reordered at load (a quarter to a third faster at few rows; in fp32 up to twice),
+and applies SiLU, a product or a residual sum to the result while it is hot. In bf16 and in fp32 it gives a row the same
+bits whatever other rows are there, except that a lone row takes another path, which rounds one result in ten thousand
+differently: hence `min_rows`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def min_rows(numerics: Numerics) -> int:
     return 2 if numerics == "reproducible" else 1
 
 
-def packs(weight: Tensor, numerics: Numerics) -> bool:
-    """Whether oneDNN computes this weight: bf16 on CPU always, fp32 on CPU where rows must not depend on each other."""
+def packs(weight: Tensor) -> bool:
+    """Whether oneDNN computes this weight: fp32 and bf16 on CPU, where this build and machine can."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32 and numerics == "reproducible"
+    return weight.dtype == torch.float32
 
 
 class Linear:
     """x [M, in] -> x @ weight.T + bias, for weight [out, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, numerics: Numerics) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.is_packed = packs(weight, numerics)
+        self.is_packed = packs(weight)
         self._weight = weight.contiguous()
         if self.is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACK_ROWS)
@@ -84,19 +84,17 @@ class GatedMlp:
     one product over stacked weights.
     """
 
-    def __init__(
-        self, gate: Tensor, up: Tensor, down: Tensor, biases: Biases, numerics: Numerics
-    ) -> None:
-        self.down = Linear(down, biases[2], numerics)
-        self._is_fused = not packs(gate, numerics)
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, biases: Biases = NO_BIASES) -> None:
+        self.down = Linear(down, biases[2])
+        self._is_fused = not packs(gate)
         if self._is_fused:
             stacked = None
             if biases[0] is not None and biases[1] is not None:
                 stacked = torch.cat([biases[0], biases[1]])
-            self._gate_up = Linear(torch.cat([gate, up]), stacked, numerics)
+            self._gate_up = Linear(torch.cat([gate, up]), stacked)
         else:
-            self._gate = Linear(gate, biases[0], numerics)
-            self._up = Linear(up, biases[1], numerics)
+            self._gate = Linear(gate, biases[0])
+            self._up = Linear(up, biases[1])
 
     def inner(self, x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x), [M, intermediate]."""

@@ -13,27 +13,36 @@ from actors.engine.trial import Int, TrialSequences
 if TYPE_CHECKING:
     from actors.engine.target_engine import TorchTargetEngine
 
-NUM_ROWS = 8
 CHECKED_TOKENS = 6  # a verification round of gamma = 5
-SHORT_CONTEXT, LONG_CONTEXT = 21, 90
+CONTEXTS = (
+    21,
+    21,
+    90,
+    90,
+    60,
+    90,
+    60,
+    300,
+)  # the last one is long enough for sums over keys to be split
+QUERIES = (CHECKED_TOKENS, 1, 2, 3, 1, 4, 1, CHECKED_TOKENS)
+COMPARED_ROWS = (0, 1, 7)
 
 
 def rows_are_invariant(engine: TorchTargetEngine) -> bool:
     """Compare, bitwise, the logits of the same tokens computed one by one, as one query, within one long prefill, and
     in a batch of eight with shorter and longer neighbours."""
     limit = engine.spec.max_model_len - CHECKED_TOKENS
-    contexts = [min(limit, SHORT_CONTEXT)] * 2 + [min(limit, LONG_CONTEXT)] * (NUM_ROWS - 2)
+    contexts = [min(limit, context) for context in CONTEXTS]
     generator = np.random.default_rng(0)
     ids = [generator.integers(0, engine.spec.vocab_size, n + CHECKED_TOKENS) for n in contexts]
-    blocks = NUM_ROWS * -(-max(len(i) for i in ids) // engine.store.block_size)
+    blocks = len(ids) * -(-max(len(i) for i in ids) // engine.store.block_size)
     beside = TrialSequences(engine.sibling(blocks), ids)
     beside.logits({row: n for row, n in enumerate(contexts) if row})
     beside.logits({0: contexts[0]})
-    queries = [CHECKED_TOKENS, 1, 2, 3, 1, 4, 1, CHECKED_TOKENS]
-    together = beside.logits(dict(enumerate(queries)))
+    together = beside.logits(dict(enumerate(QUERIES)))
     return all(
         torch.equal(together[row], want[: len(together[row])])
-        for row in (0, 1, NUM_ROWS - 1)
+        for row in COMPARED_ROWS
         for want in _alone(engine, ids[row])
     )
 

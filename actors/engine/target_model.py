@@ -67,7 +67,7 @@ class TargetModel:
         table = (config.vocab_size, config.hidden_size)
         self.embedding = source.take("model.embed_tokens.weight", *table)
         head = self.embedding if config.tied_embeddings else source.take("lm_head.weight", *table)
-        self.head = Linear(head, None, numerics)
+        self.head = Linear(head)
         self.final_norm = source.take("model.norm.weight", config.hidden_size)
         self.layers = [self._layer(source, i) for i in range(config.num_layers)]
         self._rotation = rotation_table(config.rope, config.head_dim, max_len).to(device)
@@ -89,12 +89,11 @@ class TargetModel:
             if config.qkv_bias:
                 bias = source.take(f"{name}.bias", width)
                 biases.append(pair_halves(bias, config.head_dim) if turned else bias)
-        qkv = Linear(torch.cat(weights), torch.cat(biases) if biases else None, self.numerics)
+        qkv = Linear(torch.cat(weights), torch.cat(biases) if biases else None)
         out_name = f"{attention}.o_proj"
         output = Linear(
             source.take(f"{out_name}.weight", hidden, config.num_heads * config.head_dim),
             source.take(f"{out_name}.bias", hidden) if config.output_bias else None,
-            self.numerics,
         )
         return DecoderLayer(
             input_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
@@ -123,7 +122,7 @@ class TargetModel:
                 source.take(f"{prefix}.mlp.{p}_proj.bias", shape[0]) for p, shape in shapes.items()
             )
             biases = (a, b, c)
-        return GatedMlp(gate, up, down, biases, self.numerics)
+        return GatedMlp(gate, up, down, biases)
 
     def _moe(self, source: _Source, prefix: str) -> MoeLayer:
         moe, hidden = self.config.moe, self.config.hidden_size
@@ -138,10 +137,8 @@ class TargetModel:
                 source.take(f"{own}.{up}", inner, hidden),
                 source.take(f"{own}.{down}", hidden, inner),
             )
-            loaded.append(GatedMlp(*weights, NO_BIASES, self.numerics))
-        route = Linear(
-            source.take(f"{prefix}.{router}", moe.num_experts, hidden), None, self.numerics
-        )
+            loaded.append(GatedMlp(*weights))
+        route = Linear(source.take(f"{prefix}.{router}", moe.num_experts, hidden))
         return MoeLayer(route, loaded, moe.top_k, moe.normalise_top_k, min_rows(self.numerics))
 
     # --- computing --------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
+from cluster.commands.ray_output import RayOutput
 from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say
 from cluster.run_state import AlreadyRunningError, Registration, RunState, register
@@ -20,6 +24,7 @@ EXIT_INTERRUPTED = 130
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    results = sys.stdout
     config = load(arguments.config, arguments.set)
     _require_free_port(config.ingress)
     state = RunState(
@@ -31,8 +36,12 @@ def serve(arguments: argparse.Namespace) -> int:
         started_at_s=time.time(),
     )
     try:
-        with register(Path(arguments.state), state) as registration:
-            return _run(config, registration, arguments)
+        with (
+            register(Path(arguments.state), state) as registration,
+            # stdout is for results, but Ray prints there what its processes report
+            contextlib.redirect_stdout(RayOutput(sys.stderr)),
+        ):
+            return _run(config, registration, arguments, results)
     except AlreadyRunningError as error:
         raise CommandError(str(error)) from error
 
@@ -43,15 +52,22 @@ def endpoint_url(ingress: IngressConfig) -> str:
     return f"http://{host}:{ingress.port}/v1"
 
 
-def _run(config: ClusterConfig, registration: Registration, arguments: argparse.Namespace) -> int:
-    started = time.perf_counter()
+def _run(
+    config: ClusterConfig,
+    registration: Registration,
+    arguments: argparse.Namespace,
+    results: TextIO,
+) -> int:
     model = config.model
     note(
         f"starting {model.name} ({model.device}, {model.dtype}, {model.numerics}); Ctrl-C stops it"
     )
     with interruptible():
         try:
-            _launch(config, registration, started, arguments.json)
+            started = time.perf_counter()
+            _launch(config, registration)
+            note(f"ready after {time.perf_counter() - started:.1f} s")
+            _announce(config, registration.state, arguments.json, results)
             _wait(os.getppid() if arguments.end_with_parent else None)
         except KeyboardInterrupt:
             raise CommandError("interrupted while starting", EXIT_INTERRUPTED) from None
@@ -74,12 +90,8 @@ def _wait(parent: int | None) -> None:
             return
 
 
-def _launch(
-    config: ClusterConfig, registration: Registration, started: float, as_json: bool
-) -> None:
-    from cluster import (
-        launch as launcher,
-    )  # imports Ray: only now, so that other commands stay quick
+def _launch(config: ClusterConfig, registration: Registration) -> None:
+    from cluster import launch as launcher  # imports Ray: late, so that other commands stay quick
 
     try:
         cluster = launcher.launch(config, progress=note)
@@ -88,13 +100,14 @@ def _launch(
     registration.update(
         phase="ready", endpoint=cluster.endpoint_url, ray_address=cluster.ray_address
     )
-    note(f"ready after {time.perf_counter() - started:.1f} s")
+
+
+def _announce(config: ClusterConfig, state: RunState, as_json: bool, results: TextIO) -> None:
+    name = config.model.name
     if as_json:
-        emit_json(
-            {"endpoint": cluster.endpoint_url, "model": config.model.name, "pid": os.getpid()}
-        )
+        emit_json({"endpoint": state.endpoint, "model": name, "pid": state.pid}, to=results)
     else:
-        say(f"endpoint {cluster.endpoint_url}  model {config.model.name}")
+        say(f"endpoint {state.endpoint}  model {name}", to=results)
 
 
 def _shutdown() -> None:
@@ -112,5 +125,5 @@ def _require_free_port(ingress: IngressConfig) -> None:
         except OSError as error:
             raise CommandError(
                 f"cannot listen on {ingress.host}:{ingress.port} ({error.strerror}); "
-                f"choose another with --set ingress.port={ingress.port + 1}"
+                f"choose another with --set ingress.port={ingress.port % 65535 + 1}"
             ) from error

@@ -45,6 +45,7 @@ class Group:
             for _ in range(machine.ranks_per_group)
         ]
         self.machine, self.system = machine, system
+        self.num_tenants = len(scenario.tenants)
         self.step = 0
         self.is_stepping = False
         self._noise = np.random.default_rng((seed, index))
@@ -73,6 +74,7 @@ class Group:
             shown.append(survivals)
         record.step_time_s = self._step_time_s(record)
         self._commit(record, pending)
+        self.policy.served(*record.by_tenant(self.num_tenants), record.step_time_s)
         self._report(record, shown)
         self.step += 1
         return record, [rank.finished() for rank in self.ranks]

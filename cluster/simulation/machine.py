@@ -68,12 +68,17 @@ class Hardware:
         )
         return times.step_time_s(np.zeros(len(self.speed)))
 
-    def profile(self, rank: Endpoint, alone: bool) -> RankProfile:
-        """What measuring one rank shows: `alone`, or with the whole group equally loaded, as a start-up profile is."""
+    def profile(self, rank: Endpoint) -> RankProfile:
+        """What is measured at start: complete steps of the whole group, all ranks loaded alike."""
         tokens = self.curve.batch_tokens.astype(np.int32)
-        times = self.curve.verify_time_s(tokens)
-        if not alone:
-            times = times + self.shared(tokens.astype(np.float64) * len(self.speed))
+        together = self.shared(tokens.astype(np.float64) * len(self.speed))
         requests = np.maximum(tokens, 1)
-        drafting = drafting_s(self.curve, requests)
-        return RankProfile(rank, IDENTITY, tokens, requests, times, drafting, self.curve.gamma)
+        return RankProfile(
+            rank,
+            IDENTITY,
+            tokens,
+            requests,
+            self.curve.verify_time_s(tokens) + together,
+            drafting_s(self.curve, requests),
+            self.curve.gamma,
+        )

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.capacity import Allocator, LocalPolicy
+from actors.core.classes import ClassPrices, ServiceClass, allocate_classes
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, StepReport
 from actors.core.prefix_scheduler import allocate
@@ -17,6 +18,7 @@ from cluster.simulation.scenario import Scenario, System
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 
 UNLIMITED = 2**31 - 1
 
@@ -42,22 +44,26 @@ class GroupPolicy:
                 static_threshold=system.threshold,
                 min_predicted_gain=system.min_predicted_gain,
             )
-            # Alone on a group's curve a rank can only assume that the others do as it does.
-            profile = hardware.profile(endpoint, alone=False)
-            policy.times.measured(CostCurve.of(profile))
+            policy.times.measured(CostCurve.of(hardware.profile(endpoint)))
             self._locals.append(policy)
             self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
+        self.prices: ClassPrices | None = None
+        self._tenants_of: dict[int, Int64] = {}  # rows of each rank in the present step
         self.solver: JointSolver | None = None
         self._allocator: Allocator | None = None
         if joint:
-            self.solver = JointSolver([[endpoint.name for endpoint in self.ranks]])
+            if system.classes:
+                self.prices = ClassPrices(_classes(scenario), system.fairness)
+            self.solver = JointSolver(
+                [[endpoint.name for endpoint in self.ranks]], prices=self.prices
+            )
             self._allocator = Allocator(
                 solver=self.solver,
                 min_predicted_gain=system.min_predicted_gain,
                 max_report_age_s=float("inf"),
             )
             for endpoint in self.ranks:
-                self._allocator.fold(hardware.profile(endpoint, alone=True), 0.0)
+                self._allocator.fold(hardware.profile(endpoint), 0.0)
 
     def decide(
         self,
@@ -70,7 +76,7 @@ class GroupPolicy:
         context_tokens: int,
     ) -> Int32:
         """verify_len of each row of a rank."""
-        assert len(tenants) == len(caps)
+        self._tenants_of[rank] = tenants
         decision = self._deciders[rank].decide(
             step,
             (),
@@ -81,7 +87,17 @@ class GroupPolicy:
             num_prefill_tokens,
             context_tokens,
         )
-        return decision.verify_len
+        if self.prices is None or decision.choice.rule.startswith("local_"):
+            return decision.verify_len
+        choice = decision.choice
+        return allocate_classes(
+            survivals, choice.max_draft_tokens, choice.min_survival, caps, tenants, self.prices
+        )
+
+    def served(self, num_rounds: Int64, committed: Float64, seconds: float) -> None:
+        """What one step brought each tenant [C]: their prices follow it."""
+        if self.prices is not None:
+            self.prices.observe(num_rounds, committed, seconds)
 
     def reported(self, reports: list[StepReport], now: float) -> None:
         """After a step: learn from it, and hand out the budgets for the step after the next."""
@@ -95,10 +111,23 @@ class GroupPolicy:
                     report.step_time_s,
                 )
             return
+        at = {endpoint.name: rank for rank, endpoint in enumerate(self.ranks)}
         for report in reports:
             self._allocator.fold(report, now)
             if self.system.learn:
-                self.solver.observe(report)
-        at = {endpoint.name: rank for rank, endpoint in enumerate(self.ranks)}
+                self.solver.observe(report, self._tenants_of[at[report.rank.name]])
         for budget in self._allocator.budgets(now):
             self._deciders[at[budget.rank]].budgets.offer(budget, reports[0].step)
+
+
+def _classes(scenario: Scenario) -> list[ServiceClass]:
+    return [
+        ServiceClass(
+            tenant.name,
+            tenant.weight,
+            tenant.max_tpot_s,
+            tenant.min_verify_len,
+            tenant.max_verify_len,
+        )
+        for tenant in scenario.tenants
+    ]

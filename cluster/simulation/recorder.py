@@ -57,6 +57,14 @@ class StepRecord:
         self.expected[at] = expected.sum()
         self.tenants.append((rank.tenant[rows], expected))
 
+    def by_tenant(self, num: int) -> tuple[Int64, Float64]:
+        """Rounds and expected tokens of each tenant: [C]."""
+        rounds, tokens = np.zeros(num, np.int64), np.zeros(num)
+        for tenants, expected in self.tenants:
+            rounds += np.bincount(tenants, minlength=num)
+            tokens += np.bincount(tenants, weights=expected, minlength=num)
+        return rounds, tokens
+
 
 @dataclass(frozen=True)
 class Result:
@@ -114,10 +122,9 @@ class Recorder:
         self._user_seconds += float(record.num_requests.sum()) * seconds
         mean = float(record.batch_tokens.mean())
         self._unevenness += float(record.batch_tokens.max()) / mean if mean else 1.0
-        for tenants, expected in record.tenants:
-            num = len(self._tenants)
-            self._tenant_tokens += np.bincount(tenants, weights=expected, minlength=num)
-            self._tenant_seconds += np.bincount(tenants, minlength=num) * seconds
+        rounds, tokens = record.by_tenant(len(self._tenants))
+        self._tenant_tokens += tokens
+        self._tenant_seconds += rounds * seconds
 
     def finished(self, rank: SimulatedRank, rows: Rows, now: float) -> None:
         """Latencies of requests that have ended."""

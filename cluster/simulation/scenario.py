@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.commands.simulate import PRESETS, preset_names
 from cluster.console import CommandError
-
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "presets" / "simulate"
 
 Kind = Literal["published", "compare", "random_configurations"]
 
@@ -123,7 +122,8 @@ class System(Part):
     acceptance: Acceptance | None = Field(None, description="Its own drafter's acceptance.")
     drafting: float = Field(1.0, ge=0, description="Factor on the machine's drafting time.")
     learn: bool = Field(True, description="Step times are learned from served steps.")
-    classes: bool = Field(False, description="Weights, deadlines and lengths of tenants are kept.")
+    classes: bool = Field(False, description="Joint: weights, deadlines, lengths of tenants hold.")
+    fairness: float = Field(0.0, ge=0, description="With classes: 0 throughput, 1 proportional.")
 
 
 class Measure(Part):
@@ -158,10 +158,6 @@ class Scenario(Part):
     seed: int = 0
 
 
-def preset_names() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
-
-
 def load(source: str, overrides: list[str] | None = None) -> Scenario:
     """A preset by name, or a YAML file; `overrides` are `measure.steps=50` strings.
 
@@ -192,6 +188,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise CommandError(f"--set {override}: write KEY=VALUE, such as measure.steps=50", 2)
     *parents, last = key.split(".")
     at: Any = values
-    for parent in parents:
-        at = at[int(parent)] if isinstance(at, list) else at.setdefault(parent, {})
-    at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+    try:
+        for parent in parents:
+            at = at[int(parent)] if isinstance(at, list) else at.setdefault(parent, {})
+        at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise CommandError(f"--set {override}: the preset has no {key}", 2) from None

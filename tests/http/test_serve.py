@@ -3,93 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from tests.http.harness import TEXT
+from tests.http.served import ServeProcess
 
-ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-class ServeProcess:
-    """The other process, and its URL."""
-
-    def __init__(self, proxy: str, home: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.log = (home / "log").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.http.serve_process", str(self.port), proxy],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "HOME": str(home),
-                "RAY_TMPDIR": str(home),
-                "RAY_AUTH_MODE": "token",
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        ready = self._line()
-        assert ready.startswith("READY"), ready + (home / "log").read_text()[-3000:]
-        self.url = ready.split()[1]
-
-    def ask(self, command: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def until(self, condition: Callable[[], bool], within_s: float = 5.0) -> None:
-        end_s = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < end_s, "it did not happen in time"
-            time.sleep(0.02)
-
-    def quit(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if self.process.poll() is None and not self.process.stdin.closed:
-            with suppress(BrokenPipeError):
-                self.ask("quit")
-        self.process.wait(60)
-        self.log.close()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("> "):  # Ray prints there too
-                return line.removeprefix("> ").strip()
-        return ""
-
-
 @pytest.fixture(scope="module", params=["haproxy", "python"])
 def served(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
-    home = Path(tempfile.mkdtemp(prefix="ds", dir="/tmp"))  # short: a limit on socket paths
-    server = ServeProcess(request.param, home)
+    server = ServeProcess("tests.http.serve_process", request.param)
     yield server
     server.quit()
-    shutil.rmtree(home, ignore_errors=True)
 
 
 def stream(url: str) -> tuple[str, str | None]:

@@ -43,6 +43,12 @@ def test_a_chat_without_a_limit_gets_the_default_or_what_the_context_leaves(inta
     assert long.order.max_new_tokens == 256 - len(long.order.prompt_ids) < 100
 
 
+def test_a_request_may_leave_the_model_unnamed_but_not_name_another(intake):
+    assert chat(intake, model=None).order.sampling == chat(intake).order.sampling
+    with pytest.raises(ApiError, match="not served here"):
+        chat(intake, model="another")
+
+
 def test_a_completion_without_a_limit_gets_openais_default(intake):
     (job,) = completions(intake, "hi")
     assert job.order.max_new_tokens == COMPLETION_MAX_TOKENS

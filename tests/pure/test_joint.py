@@ -215,3 +215,31 @@ def test_both_rankings_agree_on_what_a_rank_gains() -> None:
     assert merged.expected(np.array([9, 0, 9])) == pytest.approx(
         binned.expected(np.array([9, 0, 9])), abs=0.2
     )
+
+
+def test_many_equal_survivals_are_cut_where_the_shared_cost_has_its_cliff() -> None:
+    """A bin is not all or nothing: a quarter of it may be what fits before the cliff."""
+    requests = np.array([100])
+    survivals = np.full((100, 4), 0.6, np.float32)
+    cliff = SharedTime(np.array([100.0, 205.0, 206.0, 600.0]), np.array([0.0, 0.0, 9.0, 9.0]))
+    plan = plan_group(
+        survivals, requests, group([curve([1, 600], [1.0, 1.0])] * 1, requests, cliff)
+    )
+    assert plan.max_draft_tokens[0] == 100
+
+
+def test_the_plan_in_force_stays_until_another_is_clearly_better() -> None:
+    rng = np.random.default_rng(7)
+    requests = np.array([30, 30])
+    survivals = survivals_of(rng, 60)
+    times = group([curve([1, 500], [1.0, 6.0])] * 2, requests)
+    best = plan_group(survivals, requests, times)
+    near = np.maximum(best.max_draft_tokens - 1, 0)
+    kept = plan_group(survivals, requests, times, incumbent=near)
+    assert (kept.max_draft_tokens == near).all()
+    far = np.zeros(2, np.int64)
+    assert rate(survivals, requests, times, far) < 0.9 * best.throughput
+    replaced = plan_group(survivals, requests, times, incumbent=far)
+    assert (replaced.max_draft_tokens == best.max_draft_tokens).all()
+    swollen = plan_group(survivals, requests, times, incumbent=np.array([10**6, 10**6]))
+    assert swollen.max_draft_tokens.max() <= 210

@@ -150,7 +150,7 @@ def test_bad_prompts_are_named_with_the_remedy(prompt):
 
 def test_missing_fields_are_named():
     assert refused(ChatRequest, {"model": "m"}).param == "messages"
-    assert refused(CompletionRequest, {"prompt": "x"}).code == "missing_field"
+    assert refused(CompletionRequest, {"model": "m"}).code == "missing_field"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_ranks_take_turns_before_any_view():
     for _ in range(30):
         best = names(router)[0]
         firsts[best] += 1
-        router.note_sent(best)
+        router.begin(best)
     assert firsts == {"a": 10, "b": 10, "c": 10}
 
 
@@ -61,11 +61,39 @@ def test_a_burst_between_two_views_spreads():
     sent = Counter()
     for _ in range(20):
         best = names(router)[0]
-        router.note_sent(best)
+        router.begin(best)
         sent[best] += 1
     assert min(sent["a"], sent["b"]) >= 8
+    # A view that does not show them yet changes nothing.
     router.update_load(view(2, a=0.1, b=0.11), 0.0)
+    for name, count in sent.items():
+        for _ in range(count - 2):
+            router.end(name)
     assert names(router)[0] == "a"
+
+
+def test_a_view_that_shows_our_streams_is_believed():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready"))
+    for _ in range(2):
+        router.begin("a")
+    router.update_load(view(1, a=0.1, b=0.11), 0.0)  # two requests run on each
+    assert names(router)[0] == "a"
+    router.begin("a")
+    assert names(router)[0] == "b"
+
+
+def test_a_view_of_streams_that_have_ended_does_not_hide_the_new_ones():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready"))
+    loads = (RankLoad("a", 8, 0, 10, 20, 0.1, 0.0), RankLoad("b", 8, 0, 10, 20, 0.11, 0.0))
+    router.update_load(LoadView(1, loads), 0.0)
+    sent = Counter()
+    for _ in range(16):
+        best = names(router)[0]
+        router.begin(best)
+        sent[best] += 1
+    assert min(sent["a"], sent["b"]) >= 7
 
 
 def test_an_old_view_is_forgotten_and_ranks_take_turns_again():

@@ -34,8 +34,6 @@ CONFIG = ClusterConfig.model_validate(
 
 
 class Failures(list[tuple[bool, str]]):
-    """What a shell said instead of ending its process."""
-
     def __call__(self, was_ready: bool, cause: str) -> None:
         self.append((was_ready, cause))
 
@@ -183,8 +181,7 @@ def test_rows_that_depend_on_their_batch_are_reported_loudly(
 def test_a_control_call_that_fails_reaches_its_caller_and_not_the_loop(
     start: Any, failures: Failures
 ) -> None:
-    shell = start_target(start)
-    until_ready(shell)
+    until_ready(shell := start_target(start))
 
     def fail() -> None:
         raise ValueError("bad question")
@@ -195,8 +192,7 @@ def test_a_control_call_that_fails_reaches_its_caller_and_not_the_loop(
 
 
 def test_stopping_ends_the_thread_and_closes_the_link(start: Any, client: ZmqLink) -> None:
-    shell = start_target(start)
-    until_ready(shell)
+    until_ready(shell := start_target(start))
     asyncio.run(shell.stop())
     assert describe(shell).phase == "stopped"
     assert "target-0-loop" not in [thread.name for thread in threading.enumerate()]
@@ -212,8 +208,7 @@ def facts(name: str, gamma: int) -> DrafterFacts:
 
 
 def test_an_older_table_is_ignored(start: Any) -> None:
-    shell = start_target(start)
-    until_ready(shell)
+    until_ready(shell := start_target(start))
     asyncio.run(shell.connect(Peers(version=5, drafters=(facts("drafter-0", 5),))))
     asyncio.run(shell.connect(Peers(version=4)))
     assert describe(shell).peers_version == 5
@@ -221,8 +216,7 @@ def test_an_older_table_is_ignored(start: Any) -> None:
 
 
 def test_the_draft_times_of_a_drafter_complete_the_cost_curve(start: Any) -> None:
-    shell = start_target(start)
-    until_ready(shell)
+    until_ready(shell := start_target(start))
     assert not asyncio.run(shell.profile()).draft_time_s.any()
     asyncio.run(shell.connect(Peers(version=1, drafters=(facts("drafter-0", 5),))))
     profile = asyncio.run(shell.profile())
@@ -233,8 +227,7 @@ def test_the_draft_times_of_a_drafter_complete_the_cost_curve(start: Any) -> Non
 def test_a_drafter_with_blocks_of_another_length_is_not_used(
     start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shell = start_target(start)
-    until_ready(shell)
+    until_ready(shell := start_target(start))
     asyncio.run(shell.connect(Peers(version=1, drafters=(facts("drafter-0", 7),))))
     assert "drafter-0 offers blocks of gamma=7, not 5" in caplog.text
 
@@ -259,25 +252,29 @@ def test_a_draft_that_fails_costs_its_blocks_and_the_third_in_a_row_the_process(
 ) -> None:
     class Failing(ray_fakes.FakeDrafter):
         def advance(self, batch: CommitBatch) -> Any:
+            proposals = super().advance(batch)
             if batch.request_ids[0].startswith("bad"):
                 raise RuntimeError("cannot draft")
-            return super().advance(batch)
+            return proposals
 
     shell = start(DrafterActor, "drafter-0", Failing)
     endpoint = until_ready(shell).endpoint
     rank = replace(client.endpoint, role="target")
-    for i, request_id in enumerate(("bad-0", "bad-1", "good")):
+    answered: list[Any] = []
+
+    def num_batches() -> int:
+        answered.extend(client.poll(0.02))
+        return int(asyncio.run(shell.stats())["num_batches"])
+
+    for i, request_id in enumerate(("bad-0", "bad-1", "good", "bad-2", "bad-3")):
         client.send(endpoint, commit(rank, request_id))
-        assert client.poll(0.1 * (i < 2)) == []
-    (proposals,) = receive(client, 1)
-    assert proposals.request_ids == ("good",)  # type: ignore[union-attr]
+        until(lambda i=i: num_batches() == i + 1)
+    assert [message.request_ids for message in answered] == [("good",)]
     stats = asyncio.run(shell.stats())
-    assert (stats["num_failed"], stats["open_requests"]) == (2, 1)
+    assert (stats["num_failed"], stats["open_requests"]) == (4, 1)
     assert failures == []
-    for i in range(3):
-        client.send(endpoint, commit(rank, f"bad-{i}"))
-        client.poll(0.1)
-    until(lambda: failures)
+    client.send(endpoint, commit(rank, "bad-4"))
+    until(lambda: client.poll(0) or failures)
     assert failures == [(True, "RuntimeError: cannot draft")]
 
 

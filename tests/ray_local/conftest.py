@@ -105,7 +105,7 @@ class Cluster:
         """As a crash would: Ray starts it again."""
         ray.kill(ray.get_actor(name, namespace=launcher.NAMESPACE), no_restart=False)
 
-    def until(self, condition: Callable[[], Any], within_s: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], within_s: float = 60.0) -> Any:
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -147,7 +147,7 @@ class Client:
     def _short(self, request_id: str) -> str:
         return request_id.removeprefix(self._prefix)
 
-    def until(self, condition: Callable[[], Any], within_s: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], within_s: float = 60.0) -> Any:
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -189,7 +189,7 @@ class Client:
         deltas = self.deltas.get(request_id)
         return deltas[-1].finish_reason if deltas else None
 
-    def finish(self, *request_ids: str, within_s: float = 30.0) -> None:
+    def finish(self, *request_ids: str, within_s: float = 60.0) -> None:
         self.until(lambda: all(self.finish_reason(r) for r in request_ids), within_s)
 
 

@@ -40,12 +40,12 @@ def marked(mark: str) -> list[str]:
 class Served:
     """A launch in a process of its own."""
 
-    def __init__(self, home: Path, settings: str) -> None:
+    def __init__(self, home: Path, *arguments: str) -> None:
         self.mark = uuid.uuid4().hex
         environment = os.environ | {MARK: self.mark, "HOME": str(home), "RAY_TMPDIR": str(home)}
         environment.pop("RAY_ADDRESS", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve_fakes", settings],
+            [sys.executable, "-m", "tests.serve_fakes", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -81,8 +81,8 @@ class Served:
 def serve(private_home: Path, make_config: Any) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(**settings: Any) -> Served:
-        started.append(Served(private_home, make_config(**settings).model_dump_json()))
+    def start(*address: str) -> Served:
+        started.append(Served(private_home, make_config().model_dump_json(), *address))
         return started[-1]
 
     yield start
@@ -127,6 +127,22 @@ def test_a_driver_that_is_killed_takes_the_cluster_with_it(serve: Callable[..., 
     while left := marked(served.mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
+
+
+def test_a_cluster_joins_a_running_ray_and_leaves_it_running(
+    serve: Callable[..., Served], local_ray: None
+) -> None:
+    import ray
+
+    served = serve(ray.get_runtime_context().gcs_address)
+    served.read_until("serving")
+    assert ray.get_actor("target-0", namespace=launcher.NAMESPACE)
+    served.end(signal.SIGTERM)
+    assert served.process.returncode == 0 and "ended" in served.lines
+    assert marked(served.mark) == []
+    with pytest.raises(ValueError, match="target-0"):
+        ray.get_actor("target-0", namespace=launcher.NAMESPACE)
+    assert ray.cluster_resources()["CPU"] == 4
 
 
 # --- failures that a user can mend ------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def engine_of(
     numerics: str = "reproducible",
     taps: tuple[int, ...] = TAPS,
     block_size: int = 8,
+    max_model_len: int = 128,
 ) -> TorchTargetEngine:
     config = ClusterConfig.model_validate(
         {
@@ -57,7 +58,7 @@ def engine_of(
                 "path": str(model_dir),
                 "dtype": dtype,
                 "numerics": numerics,
-                "max_model_len": 128,
+                "max_model_len": max_model_len,
             },
             "target": {"kv_cache_tokens": 1024, "block_size": block_size},
         }

@@ -113,8 +113,8 @@ class KnowingDrafter:
         ]
 
 
-def real_drafter(gamma: int) -> DSparkEngine:
-    """A DSpark drafter with random weights: its blocks are mostly wrong, its messages are right."""
+def real_drafter_model(gamma: int) -> DSparkModel:
+    """A DSpark drafter with random weights."""
     config = DSparkConfig(
         hidden_size=HIDDEN,
         intermediate_size=FFN,
@@ -139,6 +139,11 @@ def real_drafter(gamma: int) -> DSparkEngine:
     )
     torch.manual_seed(0)
     embed = torch.randn(VOCAB, HIDDEN)
-    model = DSparkModel(config, embed, torch.randn_like(embed), torch.arange(VOCAB))
+    return DSparkModel(config, embed, torch.randn_like(embed), torch.arange(VOCAB))
+
+
+def real_drafter(gamma: int) -> DSparkEngine:
+    """An engine whose blocks are mostly wrong and whose messages are right."""
+    model = real_drafter_model(gamma)
     options = DrafterOptions(DRAFTER.name, dtype=torch.float32, draft_top_k=8)
     return DSparkEngine(model, torch.ones(gamma), options, "test")

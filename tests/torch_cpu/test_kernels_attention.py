@@ -33,19 +33,25 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype)
-
         lengths = [context + query for context, query in self.spans]
-        self.keys_values = [random(n, 2 * KV_HEADS, DIM) for n in lengths]
-        self.queries = random(sum(query for _, query in self.spans), HEADS, DIM) * DIM**-0.5
+        generators = [torch.Generator().manual_seed(row) for row in range(len(lengths))]
+        self.keys_values = [
+            torch.randn((n, 2 * KV_HEADS, DIM), generator=g).to(self.dtype)
+            for n, g in zip(lengths, generators, strict=True)
+        ]
+        queries = [
+            torch.randn((query, HEADS, DIM), generator=g) * DIM**-0.5
+            for (_, query), g in zip(self.spans, generators, strict=True)
+        ]
+        self.queries = torch.cat(queries).to(self.dtype)
         width = max(-(-n // BLOCK) for n in lengths)
         total = width * len(lengths)
         self.store = KvStore(1, KV_HEADS, DIM, total, BLOCK, self.dtype, CPU)
         dealt = np.random.default_rng(1).permutation(total).astype(np.int32)
         self.block_tables = dealt.reshape(len(lengths), width)
+        self.fill()
+
+    def fill(self) -> None:
         for table, rows in zip(self.block_tables, self.keys_values, strict=True):
             at = np.arange(len(rows))
             self.store.write(
@@ -92,6 +98,27 @@ def test_bfloat16_rounds_only() -> None:
     case = Case(STEPS["several chunk sizes"], torch.bfloat16)
     found = case.found(Tiling.of(torch.bfloat16, reproducible=True))
     assert (found.double() - case.wanted()).norm() / case.wanted().norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [(5, 1), (200, 1), (300, 6), (130, 2)])
+def test_a_row_gets_the_same_bits_in_any_company(
+    first: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Longer neighbours pad its context, longer queries its products, and it may itself be part of a longer query."""
+    tiling = Tiling.of(dtype, reproducible=True)
+    context, query = first
+    alone = Case([first], dtype).found(tiling)
+    for others in ([(200, 1)], [(380, 3), (7, 1)], [(450, 1)] * 9, [(0, 40), (12, 6)]):
+        beside = Case([first, *others], dtype).found(tiling)
+        assert torch.equal(beside[:query], alone), others
+    # The same tokens as the last ones of a longer query; its own random numbers come first in both cases.
+    longer = Case([(0, context + query)], dtype)
+    shorter = Case([first], dtype)
+    shorter.keys_values = longer.keys_values
+    shorter.queries = longer.queries[context:]
+    shorter.fill()
+    assert torch.equal(longer.found(tiling)[context:], shorter.found(tiling))
 
 
 def test_short_rows_do_not_pay_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:

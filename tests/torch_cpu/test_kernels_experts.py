@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from actors.engine.experts import MoeLayer
-from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear
+from actors.engine.packed_linear import GatedMlp, Linear
 from kernels.grouped_gemm import grouped_apply
 from kernels.token_permute import combine, permutation
 
@@ -61,11 +61,8 @@ def layer(normalise: bool, dtype: torch.dtype = torch.float32) -> tuple[MoeLayer
     router = weight(EXPERTS, HIDDEN)
     stacks = [weight(EXPERTS, INNER, HIDDEN), weight(EXPERTS, INNER, HIDDEN)]
     stacks.append(weight(EXPERTS, HIDDEN, INNER))
-    experts = [
-        GatedMlp(gate, up, down, NO_BIASES, "reproducible")
-        for gate, up, down in zip(*stacks, strict=True)
-    ]
-    made = MoeLayer(Linear(router, None, "reproducible"), experts, TOP_K, normalise, min_rows=2)
+    experts = [GatedMlp(gate, up, down) for gate, up, down in zip(*stacks, strict=True)]
+    made = MoeLayer(Linear(router), experts, TOP_K, normalise, min_rows=2)
     return made, [router, *stacks]
 
 

@@ -104,22 +104,22 @@ def test_reproducible_rows_are_bitwise_independent_of_the_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_of_any_cut_are_bitwise_equal(oracle_models: Path, dtype: str) -> None:
-    length = 128
+    length = 250  # sums over more than 192 keys are split by some products, unless they are cut into tiles
     want = expected(oracle_models / "llama").token_ids
-    ids = [np.resize(want[row], length) for row in range(4)]
+    ids = [np.resize(want[row], length) for row in range(3)]
     reference: dict[int, Tensor] = {}
     generator = np.random.default_rng(3)
-    engine = engine_of(oracle_models / "llama", dtype=dtype)
+    engine = engine_of(oracle_models / "llama", dtype=dtype, max_model_len=256)
     for trial in range(6):
         rows = shuffled(engine, ids)
-        pieces: dict[int, list[Tensor]] = {row: [] for row in range(4)}
+        pieces: dict[int, list[Tensor]] = {row: [] for row in range(3)}
         while (rows.length < length).any():
             left = length - rows.length
             most = (1, 4, length)[trial % 3]
             if trial == 0:  # one row after the other, token by token
                 own = [int(np.flatnonzero(left)[0])]
             else:
-                own = [r for r in range(4) if left[r] and generator.random() < 0.7]
+                own = [r for r in range(3) if left[r] and generator.random() < 0.7]
             step = {r: int(generator.integers(1, min(most, left[r]) + 1)) for r in own}
             if step:
                 for row, found in zip(step, rows.logits(step), strict=True):

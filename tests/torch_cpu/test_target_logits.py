@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.engine import packed_linear
 from actors.engine.trial import TrialSequences
 from tests.torch_cpu.oracle_models import NAMES, TAPS, engine_of, expected, shuffled
 
@@ -52,6 +53,18 @@ def test_logits_equal_transformers(
         for row, found in zip(step, rows.logits(step), strict=True):
             span = slice(starts[row], starts[row] + step[row])
             assert (found - want.logits[row][span]).abs().max() < TOLERANCE, (row, span)
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3_moe"])
+def test_without_packed_weights_too(
+    oracle_models: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other devices run: plain products, gate and up in one."""
+    monkeypatch.setattr(packed_linear, "packs", lambda _weight: False)
+    want = expected(oracle_models / name)
+    rows = shuffled(engine_of(oracle_models / name, numerics="fast"), want.token_ids)
+    found = torch.cat([rows.logits({0: n})[0] for n in (30, 1, 6, 24)])
+    assert (found - want.logits[0]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,1 @@
+"""Load over HTTP: what a client sees. Imports nothing of ours."""
