@@ -37,6 +37,10 @@ class KvStore:
         """Store keys_values [B, 2 * kv_heads, head_dim] at the physical slots [B]."""
         self._slots[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
 
+    def pool(self, layer: int) -> Tensor:
+        """All of a layer, [2 * kv_heads, slots, head_dim], keys before values: what kernels read and write."""
+        return self._slots[layer]
+
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks` [R * n], each [kv_heads, R * n * block_size, head_dim], contiguous."""
         found = self._blocks[layer].index_select(1, blocks)

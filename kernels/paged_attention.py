@@ -8,7 +8,7 @@ grouped in the same way whatever is computed beside it, which is what `reproduci
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -21,6 +21,7 @@ from kernels.ragged_attention import RaggedRows
 TILE_ROWS = 64  # queries times shared heads in a tile: one warpgroup product
 SPLIT_KEYS = 512
 KEY_BLOCK = 64
+MOST_SPLITS = 32  # of the longest context a model serves
 SMALL_TILE_ROWS = (16, 32)
 WAVE = 132 * 2  # programs that fill the machine, with some to hide latency behind
 Int = npt.NDArray[np.int64]
@@ -35,17 +36,25 @@ class PagedShape:
     num_splits: int
 
     @classmethod
-    def of(
-        cls, query_len: Int, max_kv_len: int, heads_per_kv: int, kv_heads: int, *, reproducible: bool
-    ) -> PagedShape:
-        """`reproducible` fixes tile and split; else both follow the step: small tiles, splits that fill the GPU."""
-        tile_rows, split_keys = max(TILE_ROWS, _power_of_two(heads_per_kv)), SPLIT_KEYS
-        if not reproducible:
-            longest = int(query_len.max(initial=1)) * heads_per_kv
-            tile_rows = next((rows for rows in SMALL_TILE_ROWS if rows >= longest), tile_rows)
-            tiles = int(np.ceil(query_len / (tile_rows // heads_per_kv)).sum()) * kv_heads
-            wanted = ceil(WAVE / max(tiles, 1))
-            split_keys = max(SPLIT_KEYS // 2, _power_of_two(ceil(max_kv_len / wanted)))
+    def fixed(cls, heads_per_kv: int, max_model_len: int) -> PagedShape:
+        """The same for every step: what `reproducible` asks for, and what a captured step is replayed with."""
+        split_keys = max(SPLIT_KEYS, _power_of_two(ceil(max_model_len / MOST_SPLITS)))
+        tile_rows = max(TILE_ROWS, _power_of_two(heads_per_kv))
+        return cls(tile_rows, split_keys, max(1, ceil(max_model_len / split_keys)))
+
+    def up_to(self, max_kv_len: int) -> PagedShape:
+        """No more splits than these contexts reach; each token's sum stays the same."""
+        return replace(self, num_splits=max(1, ceil(max_kv_len / self.split_keys)))
+
+    @classmethod
+    def fast(cls, query_len: Int, max_kv_len: int, heads_per_kv: int, kv_heads: int) -> PagedShape:
+        """Follows the step: small tiles where queries are short, splits that fill the GPU."""
+        longest = int(query_len.max(initial=1)) * heads_per_kv
+        widest = max(TILE_ROWS, _power_of_two(heads_per_kv))
+        tile_rows = next((rows for rows in SMALL_TILE_ROWS if rows >= longest), widest)
+        tiles = int(np.ceil(query_len / (tile_rows // heads_per_kv)).sum()) * kv_heads
+        wanted = ceil(WAVE / max(tiles, 1))
+        split_keys = max(SPLIT_KEYS // 2, _power_of_two(ceil(max_kv_len / wanted)))
         return cls(tile_rows, split_keys, max(1, ceil(max_kv_len / split_keys)))
 
 
@@ -64,7 +73,9 @@ class PagedLayout:
     window: int = 0  # keys a token sees, its own included; 0: all
 
 
-def cut_tiles(cu_query_len: Int, tile_tokens: int, num_tiles: int | None = None) -> npt.NDArray[np.int32]:
+def cut_tiles(
+    cu_query_len: Int, tile_tokens: int, num_tiles: int | None = None
+) -> npt.NDArray[np.int32]:
     """Tiles [T, 3] of the rows of a step, filled up with empty ones to `num_tiles`."""
     query_len = np.diff(cu_query_len)
     per_row = -(-query_len // tile_tokens)

@@ -36,7 +36,9 @@ def rope_store(
     if norm is not None:
         turned = torch.rms_norm(turned, (dim,), None, eps) * norm
     factors = rotation.index_select(0, positions)[:, None]
-    turned = torch.view_as_complex(turned.reshape(*turned.shape[:2], dim // 2, 2).contiguous()) * factors
+    turned = (
+        torch.view_as_complex(turned.reshape(*turned.shape[:2], dim // 2, 2).contiguous()) * factors
+    )
     turned = torch.view_as_real(turned).flatten(2)
     real = torch.nonzero(slots >= 0).flatten()
     stored = torch.cat([turned[:, heads:].to(pool.dtype), split[:, heads + kv_heads :]], 1)

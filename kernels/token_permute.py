@@ -29,7 +29,9 @@ def permutation(expert_ids: Tensor, num_experts: int) -> Permutation:
 def combine(copies: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
     """Sum of each token's copies [B * k, d], weighted by weights [B, k], always in the order of its k experts."""
     num_tokens, top_k = weights.shape
-    back = copies.index_select(0, permutation.place_of_copy).view(num_tokens, top_k, copies.shape[1])
+    back = copies.index_select(0, permutation.place_of_copy).view(
+        num_tokens, top_k, copies.shape[1]
+    )
     return (back * weights[:, :, None]).sum(1)
 
 

@@ -110,6 +110,11 @@ class StepDecision:
     choice: VerifyChoice
     room: int  # draft tokens the step could hold
 
+    @property
+    def most_draft_tokens(self) -> int:
+        """Draft tokens the lagged budget could have scheduled, whatever the current survivals."""
+        return max(0, min(self.choice.max_draft_tokens, self.room, self.survivals.size))
+
     def cut_by(self, row: int) -> CutRule:
         """Which rule ended the verified prefix of a row; "fallback" when it had no draft at all."""
         length, gamma = int(self.verify_len[row]), self.survivals.shape[1]

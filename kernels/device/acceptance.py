@@ -44,7 +44,9 @@ def _prob(logits, token, vocab, temperature, top, total, floor, kept):
 
 
 @triton.jit
-def _mass_from(logits, vocab, temperature, top, total, bits, COUNT: tl.constexpr, TILE: tl.constexpr):
+def _mass_from(
+    logits, vocab, temperature, top, total, bits, COUNT: tl.constexpr, TILE: tl.constexpr
+):
     """Mass, or number, of the tokens whose probability has at least these float bits."""
     least = bits.to(tl.float32, bitcast=True)
     mass = tl.zeros([], tl.float64)
@@ -101,7 +103,9 @@ def row_stats_kernel(
             )
             floor = _floor_bits(own, vocab, temperature, top, total, goal, floor, False, TILE)
         if (top_k > 0) | (top_p < 1.0):
-            kept = _mass_from(own, vocab, temperature, top, total, floor, False, TILE).to(tl.float32)
+            kept = _mass_from(own, vocab, temperature, top, total, floor, False, TILE).to(
+                tl.float32
+            )
     tl.store(stats + row * STATS, top)
     tl.store(stats + row * STATS + 1, total)
     tl.store(stats + row * STATS + 2, floor.to(tl.float32, bitcast=True))
@@ -200,9 +204,7 @@ def _accepted(
     else:
         position = tl.load(positions + row, mask=known, other=0)
         u = uniform(key, position, PURPOSE_ACCEPT)
-    return _leading_run(
-        known & (q > 0) & (u * q.to(tl.float64) < p.to(tl.float64)), slots, SLOTS
-    )
+    return _leading_run(known & (q > 0) & (u * q.to(tl.float64) < p.to(tl.float64)), slots, SLOTS)
 
 
 @triton.jit
@@ -212,13 +214,15 @@ def _draw(
 ):  # fmt: skip
     """Index drawn from max(p - q, 0) with q over a support of ids (-1 pads), or from p where that has no mass.
 
-    A tile's mass is that of p less min(p, q) over the support tokens in it, so only one tile is compared token by token.
+    A tile's mass is that of p less min(p, q) over the support in it, so only one tile is compared token by token.
     """
     j = tl.arange(0, SUPPORT)
     q_token = tl.load(q_ids + j, mask=j < support, other=-1)
     q_mass = tl.load(q_probs + j, mask=j < support, other=0.0)
     is_support = q_token >= 0
-    shared = _prob(own, tl.where(is_support, q_token, vocab), vocab, temperature, top, total, floor, kept)
+    shared = _prob(
+        own, tl.where(is_support, q_token, vocab), vocab, temperature, top, total, floor, kept
+    )
     shared = tl.where(is_support, tl.minimum(shared, q_mass), 0.0).to(tl.float64)
     p_mass = tl.zeros([], tl.float64)
     for start in range(0, vocab, TILE):

@@ -40,7 +40,9 @@ def _fold(
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         known = key < end
-        at = _key_slots(tables, row, key, known, table_width, BLOCK_SIZE)[:, None] * DIM + d[None, :]
+        at = (
+            _key_slots(tables, row, key, known, table_width, BLOCK_SIZE)[:, None] * DIM + d[None, :]
+        )
         # Blocks beyond a row's end belong to others or to nobody: what lies there is never loaded.
         inside = known[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + at, mask=inside, other=0.0)
@@ -93,7 +95,11 @@ def attend_kernel(
             window, DIM, DIM_BLOCK, ROWS, KEYS, BLOCK_SIZE, WINDOWED, WIDEN,
         )  # fmt: skip
         if SPLIT:
-            cell = split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP) + token * (KV_HEADS * GROUP) + head
+            cell = (
+                split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP)
+                + token * (KV_HEADS * GROUP)
+                + head
+            )
             tl.store(part_mixed + cell[:, None] * DIM + d[None, :], mixed, mask=inside)
             tl.store(part_stats + cell * 2, top, mask=live)
             tl.store(part_stats + cell * 2 + 1, total, mask=live)
@@ -127,7 +133,9 @@ def join_splits_kernel(
         top = higher
     if pos >= 0:
         done = mixed / total
-        tl.store(out + (token * HEADS + head) * DIM + d, done.to(out.dtype.element_ty), mask=d < DIM)
+        tl.store(
+            out + (token * HEADS + head) * DIM + d, done.to(out.dtype.element_ty), mask=d < DIM
+        )
 
 
 def attend_paged(queries: Tensor, pool: Tensor, layout: PagedLayout) -> Tensor:

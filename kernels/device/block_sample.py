@@ -157,7 +157,9 @@ def draw_kernel(
     if HAS_BIAS:
         r = tl.arange(0, RANK_BLOCK)
         known = r < RANK
-        tl.store(embeddings + cell * RANK + r, tl.load(w1 + before * RANK + r, mask=known), mask=known)
+        tl.store(
+            embeddings + cell * RANK + r, tl.load(w1 + before * RANK + r, mask=known), mask=known
+        )
 
 
 def sample_block(

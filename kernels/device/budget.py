@@ -73,14 +73,16 @@ def survivals(confidences: Tensor, has_proposal: Tensor) -> Tensor:
 def allocate(
     survival: Tensor, max_draft_tokens: int | Tensor, min_survival: float | Tensor, caps: Tensor
 ) -> Tensor:
-    """See `kernels.survival.allocate`. K and lambda may be one-element tensors, which a captured graph can read anew."""
+    """See `kernels.survival.allocate`. K and lambda may be one-element tensors, which a graph reads anew."""
     num_rows, gamma = survival.shape
     device = survival.device
     out = torch.zeros(num_rows, dtype=torch.long, device=device)
     if not num_rows or not gamma:
         return out
     rows, slots = power_of_two(num_rows), power_of_two(gamma)
-    assert rows * slots <= MOST_CELLS, f"{num_rows} rows of {gamma} slots are too many for one program"
+    assert rows * slots <= MOST_CELLS, (
+        f"{num_rows} rows of {gamma} slots are too many for one program"
+    )
     limit = torch.as_tensor(max_draft_tokens, dtype=torch.long, device=device)
     price = torch.as_tensor(min_survival, dtype=torch.float32, device=device)
     allocate_kernel[1,](

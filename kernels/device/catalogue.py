@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from kernels.device import acceptance, attention, block_sample, budget, experts, rope_store
+from kernels.paged_attention import KEY_BLOCK
 from kernels.sm90 import Variant
-
-KEYS = attention.KEY_BLOCK
 
 
 def variants() -> list[Variant]:
     """The catalogue. A kernel that is missing here is caught by a test."""
-    return [*_attention(), *_block_sample(), *_acceptance(), *_budget(), *_experts(), *_rope_store()]
+    return [
+        *_attention(),
+        *_block_sample(),
+        *_acceptance(),
+        *_budget(),
+        *_experts(),
+        *_rope_store(),
+    ]
 
 
 def _attention() -> list[Variant]:
@@ -24,7 +30,7 @@ def _attention() -> list[Variant]:
         ("fp32, head 64", 16, "fp32", {"DIM": 64, "DIM_BLOCK": 64}),
     ):
         constants = {
-            "GROUP": 4, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROWS": rows, "KEYS": KEYS,
+            "GROUP": 4, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROWS": rows, "KEYS": KEY_BLOCK,
             "BLOCK_SIZE": 16, "WINDOWED": False, "SPLIT": False, "WIDEN": False,
         }  # fmt: skip
         made.append(
@@ -78,7 +84,9 @@ def _block_sample() -> list[Variant]:
 
 def _acceptance() -> list[Variant]:
     law = "*bf16 *i64 *i64 *fp32 *i64 *i64 *fp32 *i64 i32"
-    reject = "*bf16 *i64 *i64 *i64 *i64 *i64 *i64 *fp32 *i64 *i64 *fp32 *fp64 *fp64 i32 *fp32 *i64 *i64"
+    reject = (
+        "*bf16 *i64 *i64 *i64 *i64 *i64 *i64 *fp32 *i64 *i64 *fp32 *fp64 *fp64 i32 *fp32 *i64 *i64"
+    )
     sizes = {"SLOTS": 8, "SUPPORT": 64, "HAS_DRAWS": False, "TILE": 1024}
     made = [
         Variant(

@@ -15,7 +15,9 @@ ROW_TILE, OUT_TILE, IN_TILE = 64, 64, 64
 
 
 @triton.jit
-def sort_kernel(experts, token_of_copy, place_of_copy, counts, num_copies, top_k, TILE: tl.constexpr):
+def sort_kernel(
+    experts, token_of_copy, place_of_copy, counts, num_copies, top_k, TILE: tl.constexpr
+):
     """Places of one expert's copies: after those of smaller experts, in the order of tokens. Grid (experts,)."""
     own = tl.program_id(0)
     before = tl.zeros([], tl.int32)
@@ -122,10 +124,15 @@ def permutation(expert_ids: Tensor, num_experts: int) -> Permutation:
     """See `kernels.token_permute.permutation`."""
     flat = expert_ids.reshape(-1).contiguous()
     places = torch.empty(len(flat), dtype=torch.long, device=flat.device)
-    tokens, counts = torch.empty_like(places), torch.zeros(num_experts, dtype=torch.long, device=flat.device)
+    tokens, counts = (
+        torch.empty_like(places),
+        torch.zeros(num_experts, dtype=torch.long, device=flat.device),
+    )
     if len(flat):
         tile = min(COPY_TILE, power_of_two(len(flat)))
-        sort_kernel[num_experts,](flat, tokens, places, counts, len(flat), expert_ids.shape[1], TILE=tile)
+        sort_kernel[num_experts,](
+            flat, tokens, places, counts, len(flat), expert_ids.shape[1], TILE=tile
+        )
     return Permutation(tokens, places, counts)
 
 
@@ -154,7 +161,9 @@ def combine(copies: Tensor, weights: Tensor, order: Permutation) -> Tensor:
     return out
 
 
-def grouped_linear(rows: Tensor, counts: Tensor, weights: Tensor, up: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    rows: Tensor, counts: Tensor, weights: Tensor, up: Tensor | None = None
+) -> Tensor:
     """See `kernels.grouped_gemm.grouped_linear`. No synchronisation with the host."""
     num_rows, width_in = rows.shape
     num_experts, width_out, _ = weights.shape

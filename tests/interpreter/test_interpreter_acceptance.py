@@ -34,7 +34,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    rows: list[tuple[SamplingParams, int]], vocab: int, *, support: int = 5, first_position: int = 20
+    rows: list[tuple[SamplingParams, int]],
+    vocab: int,
+    *,
+    support: int = 5,
+    first_position: int = 20,
 ) -> StepPlan:
     """Rounds of (parameters, verify_len), with a prompt token before every second anchor."""
     rng = np.random.default_rng(len(rows) + vocab)
@@ -92,7 +96,9 @@ def test_kernel_equals_twin_over_shapes(
 
 
 def test_kernel_serves_rows_without_drafts_and_rows_that_do_not_sample() -> None:
-    kinds = [SamplingParams(noise_key=n, seed=n or None, temperature=float(n < 2)) for n in range(3)]
+    kinds = [
+        SamplingParams(noise_key=n, seed=n or None, temperature=float(n < 2)) for n in range(3)
+    ]
     step = plan([(kind, 0) for kind in [*kinds, *kinds]], 40)
     found, wanted = both(step, 40)
     assert torch.equal(found[1], wanted[1])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels.device import attention
@@ -45,7 +44,9 @@ class Step:
         )
         for table, length in zip(tables, lengths, strict=True):
             at = np.arange(length)
-            slots = torch.from_numpy(table[at // self.block_size] * self.block_size + at % self.block_size)
+            slots = torch.from_numpy(
+                table[at // self.block_size] * self.block_size + at % self.block_size
+            )
             filled = torch.randn(2 * self.kv_heads, length, self.dim, generator=rng)
             pool[:, slots] = filled.to(self.dtype)
         tokens = sum(q for _, q in self.spans)
@@ -68,7 +69,9 @@ class Step:
         assert (found.float() - wanted.float()).abs().max() <= TOLERANCE[self.dtype] * 4
 
 
-def ordered_dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
+def ordered_dot(
+    builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object
+) -> TensorHandle:
     terms = a.data[:, :, None] * b.data[None]
     return TensorHandle(terms.sum(1) + d.data, d.dtype.scalar)
 

@@ -113,7 +113,9 @@ def test_kernel_names_target_ids_of_a_smaller_draft_vocabulary() -> None:
 
 def test_kernel_serves_no_rows_and_no_slots() -> None:
     for rows, gamma in ((0, 2), (2, 0)):
-        found, wanted = both([SamplingParams(temperature=0.0)] * rows, gamma, 64, 4, 4, torch.float32)
+        found, wanted = both(
+            [SamplingParams(temperature=0.0)] * rows, gamma, 64, 4, 4, torch.float32
+        )
         assert found.q_ids.shape == wanted.q_ids.shape
         assert found.draft_token_ids.shape == (rows, gamma)
 

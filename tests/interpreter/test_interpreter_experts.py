@@ -21,7 +21,10 @@ def test_kernels_permute_and_combine_like_their_twins(
 ) -> None:
     rng = torch.Generator().manual_seed(num_tokens + 31 * num_experts)
     ids = torch.randint(0, num_experts, (num_tokens, top_k), generator=rng)
-    found, wanted = experts.permutation(ids, num_experts), token_permute.permutation(ids, num_experts)
+    found, wanted = (
+        experts.permutation(ids, num_experts),
+        token_permute.permutation(ids, num_experts),
+    )
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours, theirs)
     tokens = torch.randn(num_tokens, width, generator=rng).to(dtype)

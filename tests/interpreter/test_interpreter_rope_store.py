@@ -15,7 +15,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 def inputs(
     tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, has_norm: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
     rng = torch.Generator().manual_seed(tokens + dim)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=rng).to(dtype)
     norm = torch.rand(heads + kv_heads, dim, generator=rng) + 0.5 if has_norm else None
