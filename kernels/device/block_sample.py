@@ -1,7 +1,8 @@
-"""Markov block sampling: two launches a slot, and no row of corrected logits is ever written.
+"""Markov block sampling: three launches a slot, and no row of corrected logits is ever written.
 
 The first launch adds the bias to a tile of logits and keeps one maximum per BLOCK tokens. The k largest tokens of a row
-lie in the k blocks with the largest maxima, so the second launch computes only those blocks again and decides.
+lie in the k blocks with the largest maxima: the second launch chooses these, the third computes only them again and
+decides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from actors.core.sampling import RULE_GREEDY as _GREEDY
 from kernels.block_reference import BlockSample, DraftSampling, MarkovHead
 from kernels.device.launch import power_of_two, widens
 from kernels.device.noise import exponential, row_hash, uniform
-from kernels.device.order import LOWEST, index_of, packed, value_of
+from kernels.device.order import LOWEST, index_of, ordered_bits, packed, value_of
 from kernels.reference import MIN_TEMPERATURE as _MIN_TEMPERATURE
 
 PURPOSE_DRAFT, RULE_COUPLED, RULE_GREEDY = (tl.constexpr(x) for x in (_DRAFT, _COUPLED, _GREEDY))
@@ -64,16 +65,39 @@ def block_maxima_kernel(
 
 
 @triton.jit
+def choose_blocks_kernel(maxima, blocks, num_maxima, MAXIMA: tl.constexpr, TOP: tl.constexpr):
+    """The TOP blocks with the largest maxima, in the order of the vocabulary; num_maxima pads. Grid (rows,).
+
+    The TOP-th largest is found by halving the range of the ordered bits: a sort of thousands is a megabyte of code.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place, rank = tl.arange(0, MAXIMA), tl.arange(0, TOP)
+    known = place < num_maxima
+    best = tl.load(maxima + row * num_maxima + place, mask=known, other=float("-inf"))
+    bits = ordered_bits(best)
+    count = tl.minimum(num_maxima, TOP)
+    low, high = tl.full([], -(2**31), tl.int64), tl.full([], 2**31 - 1, tl.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((known & (bits >= middle.to(tl.int32))).to(tl.int32), 0) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    least = low.to(tl.int32)
+    above, equal = known & (bits > least), known & (bits == least)
+    left = count - tl.sum(above.to(tl.int32), 0)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+    at = blocks + row * TOP
+    tl.store(at + tl.cumsum(taken.to(tl.int32), 0) - 1, place, mask=taken)
+    tl.store(at + rank, num_maxima + tl.zeros_like(rank), mask=rank >= count)
+
+
+@triton.jit
 def _support(
-    base, maxima, w1, w2, before, vocab, num_maxima,
-    RANK: tl.constexpr, GATHER_RANK: tl.constexpr, MAXIMA: tl.constexpr, BLOCK: tl.constexpr,
+    base, blocks, w1, w2, before, vocab,
+    RANK: tl.constexpr, GATHER_RANK: tl.constexpr, BLOCK: tl.constexpr,
     TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The TOP largest corrected logits of a row: packed numbers, largest first."""
-    place = tl.arange(0, MAXIMA)
-    best = tl.load(maxima + place, mask=place < num_maxima, other=float("-inf"))
-    chosen = tl.topk(tl.where(place < num_maxima, packed(best, place), LOWEST), TOP)
-    block = tl.where(chosen == LOWEST, num_maxima, index_of(chosen))
+    block = tl.load(blocks + tl.arange(0, TOP))
     token = tl.reshape(block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], [TOP * BLOCK])
     inside = token < vocab
     logits = tl.load(base + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -111,19 +135,19 @@ def _law(values, is_real, temperature, top_p, top_k, width, TRUNCATES: tl.conste
 
 @triton.jit
 def draw_kernel(
-    base, row_stride, maxima, w1, w2, previous, previous_stride, target_ids,
+    base, row_stride, blocks, w1, w2, previous, previous_stride, target_ids,
     temperature, top_p, top_k, noise_key, rule, anchor_positions, draws,
-    drafted, q_ids, q_probs, embeddings, slot, gamma, draft_top_k, width, vocab, num_maxima,
+    drafted, q_ids, q_probs, embeddings, slot, gamma, draft_top_k, width, vocab,
     RANK: tl.constexpr, GATHER_RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAXIMA: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr, HAS_DRAWS: tl.constexpr, TRUNCATES: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
     """Decide slot `slot` of a row. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.load(previous + row * previous_stride)
     best = _support(
-        base + row * row_stride, maxima + row * num_maxima, w1, w2, before, vocab, num_maxima,
-        RANK, GATHER_RANK, MAXIMA, BLOCK, TOP, HAS_BIAS,
+        base + row * row_stride, blocks + row * TOP, w1, w2, before, vocab,
+        RANK, GATHER_RANK, BLOCK, TOP, HAS_BIAS,
     )  # fmt: skip
     rank = tl.arange(0, TOP)
     is_real = (rank < width) & (best != LOWEST)
@@ -182,12 +206,13 @@ def sample_block(
     q_probs = torch.zeros(q_ids.shape, dtype=torch.float32, device=device)
     drafted = torch.empty((num_rows, gamma), dtype=torch.long, device=device)
     maxima = torch.empty((num_rows, num_maxima), dtype=torch.float32, device=device)
+    has_bias, top = markov is not None, power_of_two(width, 2)
+    blocks = torch.empty((num_rows, top), dtype=torch.int32, device=device)
     w1, w2 = (base, base) if markov is None else (markov.w1.contiguous(), markov.w2.contiguous())
     rank = 0 if markov is None else w1.shape[1]
     embeddings = torch.empty((num_rows, gamma, rank), dtype=w1.dtype, device=device)
     anchors = anchors.long().contiguous()
     tile = max(TOKEN_TILE, block)
-    has_bias, top = markov is not None, power_of_two(width, 2)
     for slot in range(gamma if num_rows else 0):
         previous, stride = (drafted[:, slot - 1], gamma) if slot else (anchors, 1)
         logits = base[:, slot]
@@ -196,14 +221,17 @@ def sample_block(
             RANK=rank, RANK_TILE=RANK_TILE, ROWS=ROW_TILE, TOKENS=tile, BLOCK=block,
             HAS_BIAS=has_bias, WIDEN=widens(w1.dtype), num_warps=4,
         )  # fmt: skip
+        choose_blocks_kernel[num_rows,](
+            maxima, blocks, num_maxima, MAXIMA=power_of_two(num_maxima), TOP=top, num_warps=8
+        )
         draw_kernel[num_rows,](
-            logits, gamma * vocab, maxima, w1, w2, previous, stride, anchors if d2t is None else d2t,
+            logits, gamma * vocab, blocks, w1, w2, previous, stride, anchors if d2t is None else d2t,
             sampling.temperature, sampling.top_p, sampling.top_k, sampling.noise_key, sampling.rule,
             anchor_positions, sampling.temperature if draws is None else draws.contiguous(),
             drafted, q_ids, q_probs, embeddings,
-            slot, gamma, draft_top_k, width, vocab, num_maxima,
+            slot, gamma, draft_top_k, width, vocab,
             RANK=rank, GATHER_RANK=GATHER_RANK, RANK_BLOCK=power_of_two(rank),
-            MAXIMA=power_of_two(num_maxima, top), BLOCK=block, TOP=top, HAS_BIAS=has_bias,
+            BLOCK=block, TOP=top, HAS_BIAS=has_bias,
             HAS_MAP=d2t is not None, HAS_DRAWS=draws is not None,
             TRUNCATES=sampling.any_truncated, COUPLED=sampling.any_coupled, num_warps=8,
         )  # fmt: skip

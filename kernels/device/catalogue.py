@@ -55,10 +55,17 @@ def _block_sample() -> list[Variant]:
     rank = {"RANK": 256, "HAS_BIAS": True}
     stream = {"RANK_TILE": 64, "ROWS": 16, "TOKENS": 128, "BLOCK": 32, "WIDEN": False}
     law = {"HAS_MAP": False, "HAS_DRAWS": False, "TRUNCATES": True, "COUPLED": True}
-    sizes = {"GATHER_RANK": 16, "RANK_BLOCK": 256, "MAXIMA": 8192, "BLOCK": 32}
-    types = "*bf16 i32 *fp32 *bf16 *bf16 *i64 i32 *i64 *fp32 *fp32 *i64 *i64 *i64 *i64 *fp64"
-    types += " *i64 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 i32"
+    sizes = {"GATHER_RANK": 16, "RANK_BLOCK": 256, "BLOCK": 32}
+    types = "*bf16 i32 *i32 *bf16 *bf16 *i64 i32 *i64 *fp32 *fp32 *i64 *i64 *i64 *i64 *fp64"
+    types += " *i64 *i64 *fp32 *bf16 i32 i32 i32 i32 i32"
     return [
+        Variant(
+            "block sample: choose 64 of 8192 blocks",
+            block_sample.choose_blocks_kernel,
+            "*fp32 *i32 i32",
+            {"MAXIMA": 8192, "TOP": 64},
+            num_warps=8,
+        ),
         Variant(
             "block sample: maxima, rank 256",
             block_sample.block_maxima_kernel,

@@ -9,11 +9,16 @@ LOWEST = tl.constexpr(-(2**63))
 
 
 @triton.jit
+def ordered_bits(values):
+    """int32 in the order of the float32 values."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def packed(values, index):
     """int64 that orders float32 values upwards and, among equals, indices downwards."""
-    bits = values.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return (ordered_bits(values).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper without a GPU: no spills, registers within their bound, tensor cores where wanted."""
+"""Every kernel compiles for Hopper without a GPU: no spills, registers within bounds, tensor cores where wanted."""
 
 from __future__ import annotations
 
