@@ -148,3 +148,12 @@ def test_kernel_distributions_equal_the_twins(truncates: bool) -> None:
     wanted = reference.process_logits(*arguments, truncates=truncates)
     assert torch.equal(found > 0, wanted > 0)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_kernel_refuses_a_draft_token_outside_its_support() -> None:
+    step = plan([(SamplingParams(noise_key=4), 2)] * 2, 50)
+    assert step.draft is not None
+    step.draft.q_ids[0, 0] = (step.token_ids[1] + 1 + np.arange(5)) % 50
+    found, wanted = both(step, 50)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert found[0][0] == 0

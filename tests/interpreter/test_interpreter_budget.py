@@ -45,3 +45,13 @@ def test_kernel_takes_its_budget_from_the_device() -> None:
     assert budget.allocate(a, limit, price, caps).tolist() == [1, 2]
     limit[0] = 1
     assert budget.allocate(a, limit, price, caps).tolist() == [1, 0]
+
+
+def test_kernel_gives_ties_to_the_earlier_slot_then_to_the_earlier_row() -> None:
+    a = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.25]])
+    caps = torch.tensor([2, 2, 2])
+    found = [budget.allocate(a, k, 0.1, caps).tolist() for k in range(7)]
+    assert found == [
+        [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2],
+    ]  # fmt: skip
+    assert found == [survival.allocate(a, k, 0.1, caps).tolist() for k in range(7)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.core.token_tiers import tier_for, token_tiers
+from actors.core.verify_decision import StepDecision, VerifyChoice
 
 
 def test_tiers_are_powers_of_two_and_their_middles() -> None:
@@ -36,3 +39,26 @@ def test_a_tier_never_shrinks_as_the_budget_grows(rows: int, budget: int, more: 
     tiers = token_tiers(256)
     small, large = tier_for(rows + budget, tiers), tier_for(rows + budget + more, tiers)
     assert small is not None and large is not None and small <= large
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1, width=32), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_the_bound_of_a_step_is_the_same_whatever_the_drafts(
+    survivals: list[list[float]], budget: int, room: int
+) -> None:
+    rows = len(survivals)
+
+    def bound(verify_len: int, current: npt.NDArray[np.float32]) -> int:
+        lengths, caps = np.full(rows, verify_len, np.int32), np.full(rows, 3, np.int32)
+        choice = VerifyChoice(budget, 0.1, "price")
+        has_draft = np.ones(rows, np.bool_)
+        ids = tuple(map(str, range(rows)))
+        return StepDecision(
+            1, ids, current, caps, has_draft, lengths, choice, room
+        ).most_draft_tokens
+
+    now = np.array(survivals, np.float32)
+    assert bound(0, now) == bound(3, 1 - now) == min(budget, room, 3 * rows)
