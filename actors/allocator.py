@@ -87,6 +87,10 @@ class AllocatorActor(Shell):
         for name in {rank.name for rank in old.ranks} - {rank.name for rank in new.ranks}:
             self._brain.forget(name)
             self._ranks.pop(name, None)
+        for rank in set(new.ranks) - set(old.ranks):
+            # It may have been too busy to answer the supervisor, and does not introduce itself again.
+            if self._brain.recall(rank.name, rank.epoch):
+                self._ranks[rank.name] = rank
 
     async def stats(self) -> dict[str, Any]:
         """Counts since this incarnation started."""

@@ -79,6 +79,8 @@ class Description:
     turn_age_s: float  # since the loop last came round; grows while one step is computed
     pid: int
     node_ip: str
+    warning: str = ""  # a promise that does not hold here
+    integrity_problems: tuple[str, ...] = ()  # of the last check of an idle rank
 
 
 class Shell:
@@ -105,6 +107,8 @@ class Shell:
         self._on_failure = self._end_process if on_failure is None else on_failure
         self._phase: Phase = "starting"
         self._detail = ""
+        self.warning = ""
+        self.integrity_problems: tuple[str, ...] = ()
         self._last_turn = time.monotonic()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._stopping = threading.Event()
@@ -218,6 +222,8 @@ class Shell:
             turn_age_s=time.monotonic() - self._last_turn,
             pid=os.getpid(),
             node_ip=_node_ip(),
+            warning=self.warning,
+            integrity_problems=self.integrity_problems,
         )
 
     async def connect(self, peers: Peers) -> None:

@@ -71,7 +71,6 @@ class TargetActor(Shell):
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
         self._is_checked = True  # since the rank last became idle
-        self._idle_problems: list[str] = []
         self._num_idle_checks = self._num_idle_problems = 0
         self._num_unexpected = self._num_engine_failures = self._failures_in_a_row = 0
         self.start()
@@ -128,6 +127,7 @@ class TargetActor(Shell):
             "seed may give other tokens. Use dtype=float32 or numerics=fast"
         )
         log.error("%s: %s", self.seat.name, note)
+        self.warning = note.removeprefix("WARNING: ")
         return note
 
     def _learn_profile(self) -> None:
@@ -204,9 +204,9 @@ class TargetActor(Shell):
             return
         self._is_checked = True
         self._num_idle_checks += 1
-        self._idle_problems = rank.check_idle()
-        self._num_idle_problems += len(self._idle_problems)
-        for problem in self._idle_problems:
+        self.integrity_problems = tuple(rank.check_idle())
+        self._num_idle_problems += len(self.integrity_problems)
+        for problem in self.integrity_problems:
             log.error("%s: integrity: %s", self.seat.name, problem)
 
     def meet(self, old: Peers, new: Peers) -> None:
@@ -285,7 +285,7 @@ class TargetActor(Shell):
             "is_row_invariant": self._is_row_invariant,
             "num_idle_checks": self._num_idle_checks,
             "num_idle_problems": self._num_idle_problems,
-            "idle_problems": list(self._idle_problems),
+            "idle_problems": list(self.integrity_problems),
             "num_unexpected": self._num_unexpected,
             "num_engine_failures": self._num_engine_failures,
             "num_budgets_refused": rank.decider.budgets.num_refused,

@@ -281,6 +281,7 @@ class Dispatcher:
             return f"rank {endpoint.name} has left the cluster"
         if route.state == "dead":
             return f"rank {endpoint.name} is dead" + (f": {route.reason}" if route.reason else "")
-        if route.endpoint.epoch != endpoint.epoch:
+        # A supervisor that has just started may not know the epoch yet.
+        if route.endpoint.epoch not in ("", endpoint.epoch):
             return f"rank {endpoint.name} has restarted"
         return ""

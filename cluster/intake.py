@@ -90,7 +90,7 @@ class Intake:
             for m in request.messages
         ]
         try:
-            prompt = self.codec.render_chat(messages, **_template_arguments(request))
+            prompt = self.codec.render_chat(messages, _template_arguments(request))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         prompt_ids = self._tokenise("messages", prompt, add_special_tokens=False)
@@ -223,7 +223,8 @@ class Intake:
         return SamplingParams(
             temperature=float(given["temperature"]),
             top_p=float(given["top_p"]),
-            top_k=max(0, int(given["top_k"])),  # -1 keeps all, in vLLM's words
+            # -1 keeps all, in vLLM's words; so does more than there are, and ranks keep it in 32 bits.
+            top_k=min(max(0, int(given["top_k"])), self.codec.vocab_size),
             seed=request.seed,
             noise_key=self._draw_key() if request.seed is None else request.seed,
             speculation=request.dspark is None or request.dspark.speculation,

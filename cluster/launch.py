@@ -131,6 +131,8 @@ def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
     running.ingress_started = True
     try:
         return parts.run_ingress(config)
+    except IngressStartError:
+        raise
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         raise LaunchError(f"ingress: {error}; see {log_folder()}") from error
     finally:

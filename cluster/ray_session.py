@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from ray._private.authentication.authentication_token_setup import (
 log = logging.getLogger(__name__)
 
 TOKEN_FILE = Path(".ray") / "auth_token"
-EXIT_GRACE_S = 8.0
+MARK = "DSPARK_SESSION"
+EXIT_GRACE_S = 4.0  # before an end is asked for, and again before it is forced
 
 
 class RaySessionError(RuntimeError):
@@ -28,8 +30,9 @@ class RaySessionError(RuntimeError):
 class RaySession:
     """A Ray that this process starts, joins, or already has; in the last two cases it outlives us.
 
-    Every process found below this one while the session lives is remembered, because a process whose parent has
-    ended no longer shows whom it belonged to.
+    A process whose parent has ended no longer shows whom it belonged to. Two things find it all the same: what was seen
+    below this process while the session lives is remembered, and all of them inherit a mark in their environment
+    (which those that rewrite their title lose).
 
     Args:
         address: "host:port" of a running cluster; None starts one here.
@@ -42,6 +45,7 @@ class RaySession:
         self._strangers = set(psutil.Process().children(recursive=True))
         self._processes: set[psutil.Process] = set()
         self._was_there = ray.is_initialized()
+        self._mark = uuid.uuid4().hex
 
     @property
     def is_local(self) -> bool:
@@ -62,6 +66,7 @@ class RaySession:
         if self._was_there:
             return
         _log_what_ray_prints()
+        os.environ[MARK] = self._mark
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             if self._address is not None:
@@ -95,19 +100,32 @@ class RaySession:
         if self.is_local:
             self._processes |= set(psutil.Process().children(recursive=True)) - self._strangers
 
+    def _marked_processes(self) -> set[psutil.Process]:
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(MARK) == self._mark:
+                    found.add(process)
+        return found
+
     def close(self) -> None:
         """Leave Ray; when it is ours, end it and wait until its last process has gone."""
         if self._was_there:
             return
         self.remember_processes()
         ray.shutdown()
+        os.environ.pop(MARK, None)
+        if not self.is_local:
+            return
         self.remember_processes()
+        self._processes |= self._marked_processes()
         _, alive = psutil.wait_procs(self._processes, timeout=EXIT_GRACE_S)
-        for process in alive:
-            log.warning("process %d of Ray did not end by itself", process.pid)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=EXIT_GRACE_S)
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in alive:
+                log.warning("process %d (%s) did not end by itself", process.pid, _name(process))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
+            _, alive = psutil.wait_procs(alive, timeout=EXIT_GRACE_S)
 
     @property
     def _what(self) -> str:
@@ -138,6 +156,12 @@ def log_folder() -> str:
     """Where the actors' own output lies."""
     node: Any = ray._private.worker.global_worker.node
     return str(node.get_logs_dir_path()) if node is not None else "the logs of Ray"
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.name())
+    return "gone"
 
 
 def _hide_token() -> None:

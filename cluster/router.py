@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from actors.core.messages import LoadView, RankLoad, RankRoute, RoutingTable
 
@@ -70,11 +71,13 @@ class Router:
             return sorted(rotated, key=lambda r: self._own[r.endpoint.name])
         return sorted(rotated, key=lambda r: self._predicted_s(r.endpoint.name, known))
 
-    def describe(self) -> list[dict[str, str | int | float]]:
-        """Every rank with its state and last known load, for /health."""
-        described: list[dict[str, str | int | float]] = []
+    def describe(self) -> list[dict[str, Any]]:
+        """Every rank with its state, what is wrong with it, and its last known load, for /health."""
+        described: list[dict[str, Any]] = []
         for route in self.table.ranks:
-            rank: dict[str, str | int | float] = {"name": route.endpoint.name, "state": route.state}
+            rank: dict[str, Any] = {"name": route.endpoint.name, "state": route.state}
+            rank |= {k: v for k in ("reason", "warning") if (v := getattr(route, k))}
+            rank["integrity_problems"] = list(route.integrity_problems)
             load = self._loads.get(route.endpoint.name)
             if load is not None:
                 rank |= {
@@ -101,8 +104,11 @@ class Router:
         view_age_s = now_s - self._view_at_s
         if view_age_s > MAX_VIEW_AGE_S:
             return {}
+        # An idle rank reports that once and then nothing: its silence is no news.
         return {
-            r: load for r, load in self._loads.items() if load.age_s + view_age_s <= MAX_VIEW_AGE_S
+            r: load
+            for r, load in self._loads.items()
+            if load.num_running + load.num_waiting == 0 or load.age_s + view_age_s <= MAX_VIEW_AGE_S
         }
 
     def _predicted_s(self, rank: str, known: dict[str, float]) -> float:

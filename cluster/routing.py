@@ -49,6 +49,11 @@ class Member:
             return Endpoint(self.name, self.role, "", "", "")
         return self.last.endpoint
 
+    @property
+    def route(self) -> RankRoute:
+        said = (self.last.warning, self.last.integrity_problems) if self.last else ("", ())
+        return RankRoute(self.endpoint, self.state, self.reason, *said)
+
 
 class RouteBook:
     """Hears of every member and keeps a version that rises whenever something changes for the others.
@@ -100,7 +105,7 @@ class RouteBook:
         lengths = [spec.max_model_len for spec in specs if isinstance(spec, TargetSpec)]
         return RoutingTable(
             version=self.version,
-            ranks=tuple(RankRoute(m.endpoint, m.state, m.reason) for m in self._of("target")),
+            ranks=tuple(m.route for m in self._of("target")),
             allocator=self._allocator(),
             max_model_len=min(lengths, default=0),
         )
@@ -135,8 +140,9 @@ class RouteBook:
     def _allocator(self) -> Endpoint | None:
         return next((m.endpoint for m in self._of("allocator") if m.is_usable), None)
 
-    def _snapshot(self) -> list[tuple[str, State, Endpoint]]:
-        return [(m.name, m.state, m.endpoint) for m in self.members.values()]
+    def _snapshot(self) -> list[tuple[State, Endpoint, str, tuple[str, ...]]]:
+        routes = [member.route for member in self.members.values()]
+        return [(r.state, r.endpoint, r.warning, r.integrity_problems) for r in routes]
 
     def _notice(self) -> None:
         snapshot = self._snapshot()

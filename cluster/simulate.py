@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,7 +30,9 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _run(scenario: Scenario) -> Report:
-    with tqdm(total=num_steps(scenario), unit="step", leave=False, mininterval=0.2) as bar:
+    # Redrawn in place on a terminal; in a log every redraw is a line.
+    every_s = 0.2 if sys.stderr.isatty() else 15.0
+    with tqdm(total=num_steps(scenario), unit="step", leave=False, mininterval=every_s) as bar:
 
         def progress(steps: int) -> None:
             bar.update(steps)

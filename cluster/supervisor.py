@@ -56,10 +56,12 @@ class Supervisor:
         self._handles: dict[str, Any] = {}
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
+        self._has_asked = asyncio.Event()
 
     async def routing(self) -> RoutingTable:
-        """The current table; the ingress polls it."""
+        """The current table; the ingress polls it. The first one waits until everybody was asked once."""
         self._watch()
+        await self._has_asked.wait()
         return self._book.table()
 
     async def join(self) -> tuple[Membership, str | None]:
@@ -103,7 +105,10 @@ class Supervisor:
         while True:
             started = time.monotonic()
             try:
-                await asyncio.gather(*(self._ping(m) for m in self._book.members.values()))
+                try:
+                    await asyncio.gather(*(self._ping(m) for m in self._book.members.values()))
+                finally:
+                    self._has_asked.set()
                 await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
             except Exception:
                 log.exception("a round of the supervisor failed")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jinja2
@@ -171,8 +172,12 @@ class TextCodec:
         """Token ids of `text`; a rendered chat already holds its special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
-        """The prompt that the model's own chat template makes of `messages`.
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt that the model's own chat template makes of `messages`; further arguments may have any name.
 
         Raises:
             ChatTemplateError: no template, or the template refuses these messages.
@@ -183,10 +188,12 @@ class TextCodec:
             )
         try:
             return self._template.render(
-                **self._template_tokens,
-                **template_arguments,
-                messages=list(messages),
-                add_generation_prompt=True,
+                {
+                    **self._template_tokens,
+                    **template_arguments,
+                    "messages": list(messages),
+                    "add_generation_prompt": True,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error

@@ -1,8 +1,9 @@
 """Paged keys and values: one pool, one write and one read per layer.
 
-The pool is [layers, 2 * kv_heads, num_blocks, block_size, head_dim], keys before values. A block of one head is
-contiguous, so reading the blocks of R requests is one `index_select` whose result is, without another copy, the
-[kv_heads * R, context, head_dim] operand of both batched products of attention.
+The pool is [layers, 2 * kv_heads, num_blocks, block_size, head_dim], keys before values. A block of one head is one
+contiguous row, so reading the blocks of R requests is one `index_select` of rows (over the first dimension: only there
+torch shares it among threads), whose result is, without another copy, the [kv_heads * R, context, head_dim] operand of
+both batched products of attention.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class KvStore:
         shape = (num_layers, 2 * num_kv_heads, num_blocks * block_size, head_dim)
         pool = torch.zeros(shape, dtype=dtype, device=device)
         self._slots = list(pool.unbind(0))  # per layer [2 * kv_heads, slots, head_dim]
-        self._blocks = [p.view(2 * num_kv_heads, num_blocks, -1) for p in self._slots]
+        self._rows = [p.view(2 * num_kv_heads * num_blocks, -1) for p in self._slots]
+        self._head_starts = torch.arange(2 * num_kv_heads, device=device)[:, None] * num_blocks
 
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store keys_values [B, 2 * kv_heads, head_dim] at the physical slots [B]."""
@@ -41,15 +43,22 @@ class KvStore:
         """All of a layer, [2 * kv_heads, slots, head_dim], keys before values: what kernels read and write."""
         return self._slots[layer]
 
-    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `blocks` [R * n], each [kv_heads, R * n * block_size, head_dim], contiguous."""
-        found = self._blocks[layer].index_select(1, blocks)
-        found = found.view(2 * self.num_kv_heads, -1, self.head_dim)
+    def rows_of(self, blocks: Tensor) -> Tensor:
+        """What `read` wants to know of `blocks` [n]: the row of each, in every head, [2 * kv_heads * n]."""
+        return (self._head_starts + blocks).view(-1)
+
+    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of n blocks, each [kv_heads, n * block_size, head_dim], contiguous; rows from `rows_of`."""
+        found = (
+            self._rows[layer].index_select(0, rows).view(2 * self.num_kv_heads, -1, self.head_dim)
+        )
         return found[: self.num_kv_heads], found[self.num_kv_heads :]
 
     def copy_blocks(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         """Copy whole blocks, in all layers."""
-        from_ids, to_ids = (torch.from_numpy(a.astype(np.int64)) for a in (source, target))
-        for blocks in self._blocks:
-            where = blocks.device
-            blocks.index_copy_(1, to_ids.to(where), blocks.index_select(1, from_ids.to(where)))
+        from_rows, to_rows = (
+            self.rows_of(torch.from_numpy(blocks.astype(np.int64)).to(self._head_starts.device))
+            for blocks in (source, target)
+        )
+        for rows in self._rows:
+            rows.index_copy_(0, to_rows, rows.index_select(0, from_rows))

@@ -62,11 +62,12 @@ class AttentionGroup:
 
     num_rows: int
     query_len: int
-    blocks: Tensor  # [G * S / block_size] physical blocks
+    block_rows: Tensor  # of the G * S / block_size physical blocks, for `KvStore.read`
     query_rows: (
         Tensor | None
     )  # [G * query_len] rows of the flattened step; None: all of them, in order
-    bias: Tensor  # [G, query_len, 1, S] zero or -inf
+    num_open: int  # first keys that every query of the group sees
+    bias: Tensor  # [G, query_len, 1, S - num_open] zero or -inf, for the others
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def attention_layout(
         token_rows = rows.cu_query_len[own][:, None] + np.where(is_real, slots, 0)
         output_rows[token_rows[is_real]] = offset + np.flatnonzero(is_real)
         offset += is_real.size
-        groups.append(_group(rows, own, token_rows, store.block_size, tiling, like, is_plain))
+        groups.append(_group(rows, own, token_rows, store, tiling, like, is_plain))
     where = None if is_plain else torch.from_numpy(output_rows).to(like.device)
     return AttentionLayout(tuple(groups), where, tiling)
 
@@ -122,25 +123,28 @@ def _group(
     rows: RaggedRows,
     own: Int,
     token_rows: Int,
-    block_size: int,
+    store: KvStore,
     tiling: Tiling,
     like: Tensor,
     is_plain: bool,
 ) -> AttentionGroup:
+    block_size = store.block_size
     step = lcm(block_size, tiling.context_multiple) // block_size
     num_blocks = ceil(ceil(int(rows.kv_len[own].max()) / block_size) / step) * step
     blocks = np.zeros((len(own), num_blocks), np.int64)
     given = min(num_blocks, rows.block_tables.shape[1])
     blocks[:, :given] = rows.block_tables[own, :given]
     queries = torch.from_numpy(rows.positions[token_rows]).to(like.device)
-    key_positions = torch.arange(num_blocks * block_size, device=like.device)
+    num_open = int(rows.positions[token_rows].min()) + 1
+    key_positions = torch.arange(num_open, num_blocks * block_size, device=like.device)
     is_hidden = key_positions > queries[:, :, None, None]
     bias = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
     return AttentionGroup(
         num_rows=len(own),
         query_len=token_rows.shape[1],
-        blocks=torch.from_numpy(blocks.reshape(-1)).to(like.device),
+        block_rows=store.rows_of(torch.from_numpy(blocks.reshape(-1)).to(like.device)),
         query_rows=None if is_plain else torch.from_numpy(token_rows.reshape(-1)).to(like.device),
+        num_open=num_open,
         bias=bias.masked_fill_(is_hidden, float("-inf")),
     )
 
@@ -166,11 +170,12 @@ def _attend_group(
     # [G, T, kv, shared, dim] -> [kv * G, T * shared, dim]
     grouped = queries.view(rows, width, kv_heads, -1, dim).permute(2, 0, 1, 3, 4)
     grouped = grouped.reshape(kv_heads * rows, -1, dim)
-    keys, values = store.read(layer, group.blocks)
+    keys, values = store.read(layer, group.block_rows)
     keys, values = keys.view(kv_heads * rows, -1, dim), values.view(kv_heads * rows, -1, dim)
     scores = torch.bmm(grouped, keys.transpose(1, 2))  # [kv * G, T * shared, S]
-    scores.view(kv_heads, rows, width, -1, scores.shape[-1]).add_(group.bias)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+    by_query = scores.view(kv_heads, rows, width, -1, scores.shape[-1])
+    by_query[..., group.num_open :].add_(group.bias)
+    weights = torch.softmax(scores, -1)  # computed in fp32 and rounded once, in bf16 too
     mixed = _weighted_sum(weights, values, tiling.key_tile)
     mixed = mixed.view(kv_heads, rows, width, -1, dim).permute(1, 2, 0, 3, 4)
     return mixed.reshape(rows * width, -1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 
@@ -18,7 +20,7 @@ def main(settings: str, address: str | None = None) -> None:
         target_engine=ray_fakes.FakeTarget,
         drafter_engine=ray_fakes.FakeDrafter,
         measure_steps=ray_fakes.fake_step_times,
-        run_ingress=lambda _config: "http://127.0.0.1:0/v1",
+        run_ingress=run_ingress,
         stop_ingress=lambda: None,
     )
     config = ClusterConfig.model_validate(json.loads(settings))
@@ -33,6 +35,14 @@ def main(settings: str, address: str | None = None) -> None:
             on_signal(lambda: None)
             launcher.shutdown()
             say("ended")
+
+
+def run_ingress(_config: ClusterConfig) -> str:
+    """May leave an orphan behind, as a proxy does whose manager was killed."""
+    if os.environ.get("LEAVE_AN_ORPHAN"):
+        command = ["sh", "-c", "sleep 600 >/dev/null 2>&1 &"]
+        subprocess.run(command, check=True, start_new_session=True)
+    return "http://127.0.0.1:0/v1"
 
 
 def say(text: str) -> None:

@@ -120,7 +120,8 @@ class Allocator:
     solver: BudgetSolver = solve_each
     num_stale_reports: int = 0
     _ranks: dict[str, _Rank] = field(default_factory=dict)
-    _retired: set[tuple[str, str]] = field(default_factory=set)
+    # Incarnations that are over (None), or were forgotten and may come back.
+    _retired: dict[tuple[str, str], _Rank | None] = field(default_factory=dict)
     _version: int = 0
 
     def fold(self, message: StepReport | RankProfile, now: float) -> bool:
@@ -145,9 +146,19 @@ class Allocator:
         return True
 
     def forget(self, rank: str) -> None:
-        """The rank is gone for good."""
-        if rank in self._ranks:
-            self._retired.add((rank, self._ranks.pop(rank).epoch))
+        """The rank is gone: what it still says is late, unless `recall` finds that it was only silent."""
+        known = self._ranks.pop(rank, None)
+        if known is not None:
+            self._retired[rank, known.epoch] = known
+
+    def recall(self, rank: str, epoch: str) -> bool:
+        """A rank is there (again). Whether it is a forgotten incarnation, which now counts as before."""
+        known = self._retired.get((rank, epoch))
+        if known is None or rank in self._ranks:
+            return False
+        self._ranks[rank] = known
+        del self._retired[rank, epoch]
+        return True
 
     def budgets(self, now: float) -> list[VerifyBudget]:
         """A budget for every rank whose newest report has none yet, from that report's survivals (C3)."""
@@ -202,7 +213,7 @@ class Allocator:
         known = self._ranks.get(name)
         if known is None or known.epoch != epoch:
             if known is not None:
-                self._retired.add((name, known.epoch))
+                self._retired[name, known.epoch] = None
             self._ranks[name] = known = _Rank(epoch, now)
         return known
 

@@ -10,7 +10,7 @@ SPS of an isolated node is the case of one rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -139,11 +139,12 @@ class LockstepModel:
         num_restarts: times a run of outliers was taken for a new regime.
     """
 
-    def __init__(self, num_ranks: int, shared_knots: Sequence[float] = ()) -> None:
-        """`shared_knots`: total tokens at which g may bend; none means powers of four."""
+    def __init__(self, num_ranks: int, shared: SharedTime | None = None) -> None:
+        """`shared`: what is known of g (`split_profiles`); None means that the curves hold all there is."""
         assert num_ranks > 0
-        knots = np.asarray(shared_knots or 4.0 ** np.arange(2, 10), np.float64)
+        knots: Float64 = 4.0 ** np.arange(2, 10, dtype=np.float64)
         self._knots = knots
+        self._known_shared = np.zeros(len(knots)) if shared is None else shared(knots)
         self.rank_scale = np.ones(num_ranks)
         self.num_steps = self.num_outliers = self.num_restarts = 0
         self._surprises = 0
@@ -194,8 +195,7 @@ class LockstepModel:
         if not (np.isfinite(served_s) and served_s > 0):
             self.num_outliers += 1
             return
-        if not self.num_steps:
-            self._unit = served_s
+        self._start(served_s)
         times = self.times(steps)
         own = times.rank_times_s(np.zeros(len(steps)))
         slowest = int(own.argmax())
@@ -216,6 +216,12 @@ class LockstepModel:
         else:
             self._surprises = 0
         self._learn(times, steps[slowest], slowest, total, gap)
+
+    def _start(self, served_s: float) -> None:
+        """The first step gives the unit in which the known g becomes the first guess."""
+        if not self._unit:
+            self._unit = served_s
+            self._weights[2:] = np.diff(self._known_shared, prepend=0.0) / served_s
 
     def _learn(
         self, times: GroupTimes, step: RankStep, slowest: int, total: int, gap: float
@@ -264,6 +270,8 @@ class LockstepModel:
         return np.diag([0.25, 1.0, 0.1] + [0.03] * (len(self._knots) - 1))
 
     def _shared_s(self) -> Float64:
+        if not self._unit:
+            return self._known_shared
         seconds: Float64 = np.cumsum(self._weights[2:]) * self._unit
         return seconds
 
@@ -275,6 +283,32 @@ def drafting_s(curve: CostCurve, num_requests: npt.ArrayLike) -> Float64:
     return seconds * np.where(
         requests > 0, np.maximum(requests / curve.draft_requests[-1], 1.0), 0.0
     )
+
+
+def split_profiles(
+    alone: CostCurve, together: CostCurve, num_ranks: int
+) -> tuple[CostCurve, SharedTime]:
+    """f and g from two measurements of one group: one rank loaded and the others empty; all ranks loaded alike.
+
+    alone(B) = f(B) + g(B) and together(B) = f(B) + g(nB), so g(nB) = g(B) + together(B) - alone(B): g is built up from
+    small B in steps of a factor n. A constant in g cannot be seen and stays in f, where it does no harm.
+
+    Returns:
+        The curve of f, and g.
+    """
+    if num_ranks == 1:
+        return alone, SharedTime.none()
+    tokens, seconds = [0.0, 1.0], [0.0, 0.0]
+    while tokens[-1] < together.batch_tokens[-1]:
+        at = tokens[-1]
+        more = float(together.verify_time_s(at) - alone.verify_time_s(at))
+        tokens.append(at * num_ranks)
+        seconds.append(seconds[-1] + max(more, 0.0))
+    shared = SharedTime(np.array(tokens), np.array(seconds))
+    own = np.maximum.accumulate(
+        np.maximum(alone.step_time_s - shared(alone.batch_tokens), _ROUNDING)
+    )
+    return replace(alone, step_time_s=own), shared
 
 
 def _ramps(knots: Float64, at: float) -> Float64:

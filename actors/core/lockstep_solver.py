@@ -15,16 +15,17 @@ import numpy.typing as npt
 
 from actors.core.capacity import RankView
 from actors.core.classes import ClassPrices, plan_classes
-from actors.core.cost import LockstepModel, RankStep
+from actors.core.cost import LockstepModel, RankStep, SharedTime
 from actors.core.joint import JointPlan, plan_group
 from actors.core.messages import StepReport
-from actors.core.prefix_scheduler import Budget, lagged_budget
+from actors.core.prefix_scheduler import MIN_SURVIVAL, Budget, lagged_budget
 from actors.core.sps import CostCurve
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 MISTRUSTED = "model_mistrusted"
+EXPLORE_EVERY = 64  # plans of a group; a model only knows the loads it has seen
 
 
 @dataclass
@@ -37,6 +38,7 @@ class _Group:
     views: dict[str, RankView] = field(default_factory=dict)
     class_ids: dict[str, Int64] = field(default_factory=dict)  # of the rows of each rank's report
     learned_step: int = -1
+    num_plans: int = 0
     plan: JointPlan | None = None
 
     def curves(self) -> list[CostCurve]:
@@ -66,15 +68,22 @@ class JointSolver:
     def __init__(
         self,
         groups: Sequence[Sequence[str]],
-        shared_knots: Sequence[float] = (),
+        shared: SharedTime | None = None,
         prices: ClassPrices | None = None,
+        explores: bool = True,
     ) -> None:
-        """`prices`: weigh requests by class; reports then come with the class of each row (`observe`)."""
+        """
+        Args:
+            groups: names of the ranks of each group.
+            shared: what is known of g (`cost.split_profiles`); it is learned in any case.
+            prices: weigh requests by class; reports then come with the class of each row (`observe`).
+            explores: now and then let one rank verify less or more than planned, so that the model can learn.
+        """
         self._groups: dict[str, _Group] = {}
         for ranks in groups:
-            group = _Group(tuple(ranks), LockstepModel(len(ranks), shared_knots))
+            group = _Group(tuple(ranks), LockstepModel(len(ranks), shared))
             self._groups.update(dict.fromkeys(ranks, group))
-        self.prices = prices
+        self.prices, self.explores = prices, explores
         self.num_fallbacks = 0
 
     def model_of(self, rank: str) -> LockstepModel | None:
@@ -166,7 +175,24 @@ class JointSolver:
             group.plan = plan_classes(
                 survivals, ids, requests, times, self.prices, min_predicted_gain, incumbent
             )
-        return dict(zip(group.ranks, group.plan.budgets(), strict=True))
+        group.num_plans += 1
+        budgets = dict(zip(group.ranks, group.plan.budgets(), strict=True))
+        if self.explores and group.num_plans % EXPLORE_EVERY == 0:
+            self._explore(group, requests, budgets)
+        return budgets
+
+    def _explore(self, group: _Group, requests: Int64, budgets: dict[str, Budget]) -> None:
+        """One rank, each in turn, verifies half as much for one step, or a token a request more the next time.
+
+        Which and when follows from the number of plans alone, so it says nothing about a draft.
+        """
+        turn = group.num_plans // EXPLORE_EVERY
+        at = turn // 2 % len(group.ranks)
+        rank, most = group.ranks[at], budgets[group.ranks[at]].max_draft_tokens
+        if turn % 2:
+            budgets[rank] = Budget(most // 2, budgets[rank].min_survival, "explore")
+        else:
+            budgets[rank] = Budget(most + int(requests[at]), MIN_SURVIVAL, "explore")
 
 
 def _alone(view: RankView, min_predicted_gain: float) -> Budget:

@@ -4,13 +4,13 @@ Rules (contract C4). A message about a request carries the request's `generation
 re-submits it) and a committed length, so that a late, repeated or reordered message is recognised and dropped instead
 of being repaired. All messages are idempotent. Batches are structs of arrays: one message a step, not one a request.
 
-Lengths: `committed_len` counts prompt plus committed output tokens. The anchor is the last of them, at absolute
-position `committed_len - 1`; the draft context of a request covers positions `0 .. committed_len - 2`.
+Lengths: `committed_len` counts prompt plus committed output tokens. The anchor is the last of them, at position
+`committed_len - 1` of the stream; the draft context of a request covers positions `0 .. committed_len - 2`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -51,10 +51,9 @@ class Reserve:
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A validated request, sent once its reservation was granted.
-
-    `prompt_ids` are the prompt plus every token the client already has; `num_prior_tokens` says how many of those are
-    output (0 for a fresh request), so that `max_new_tokens`, token indices and position keys go on where they were.
+    """A validated request, sent once its reservation was granted. `prompt_ids` are the prompt plus every token the
+    client already has; `num_prior_tokens` says how many of those are output (0 for a fresh request), so that
+    `max_new_tokens`, token indices and position keys go on where they were.
     """
 
     request_id: str
@@ -129,9 +128,8 @@ class CommitBatch:
 
     `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns
     rows `cu_feature_len[i] : cu_feature_len[i + 1]`, for absolute positions starting at `first_positions[i]`. After
-    this message the draft context of request i covers positions up to `committed_lens[i] - 2`. A request the drafter
-    has not seen is opened by it; when `first_positions[i]` is beyond what the drafter holds (it restarted), the
-    context simply starts there. bfloat16 travels as uint16 bits.
+    this message the draft context of request i covers positions up to `committed_lens[i] - 2`. A request not seen
+    yet is opened; where rows are missing before `first_positions[i]` (a restart), the context simply starts there.
     """
 
     rank: Endpoint
@@ -143,7 +141,7 @@ class CommitBatch:
     wants_block: npt.NDArray[np.bool_]  # [N] False while a long prompt is still being prefilled
     first_positions: Int32  # [N]
     cu_feature_len: Int32  # [N + 1]
-    features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]
+    features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]; uint16: bits of bfloat16
     sampling: SamplingBatch  # N rows
 
 
@@ -258,7 +256,7 @@ class LoadView:
     """The allocator's picture of all ranks; routers choose by it. Advisory."""
 
     version: int
-    ranks: tuple[RankLoad, ...] = field(default_factory=tuple)
+    ranks: tuple[RankLoad, ...] = ()
 
 
 # --- control: what the supervisor's `routing()` answers  ------------------------------------------------------
@@ -271,6 +269,8 @@ class RankRoute:
     endpoint: Endpoint
     state: Literal["starting", "ready", "draining", "dead"]
     reason: str = ""  # why it is not ready, for /health
+    warning: str = ""  # what a user should know of a rank that serves all the same
+    integrity_problems: tuple[str, ...] = ()  # what its last idle check found left behind
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class RoutingTable:
     """Where streams may go. `version` rises with every change; an older table is ignored."""
 
     version: int
-    ranks: tuple[RankRoute, ...] = field(default_factory=tuple)
+    ranks: tuple[RankRoute, ...] = ()
     allocator: Endpoint | None = None
     max_model_len: int = 0  # what the loaded target allows, in tokens; 0 = not known yet
 

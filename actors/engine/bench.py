@@ -49,7 +49,9 @@ def run(config: ClusterConfig, batch_sizes: Sequence[int], progress: Progress) -
     for size in batch_sizes:
         step_ms[str(size)] = decode_step_s(engine, size) * 1e3
         progress(f"batch {size}: {size / step_ms[str(size)] * 1e3:.1f} tokens/s")
-    ends = sorted({min(batch_sizes), max(batch_sizes)})
+    parts = {size: breakdown_ms(engine, size) for size in {min(batch_sizes), max(batch_sizes)}}
+    for size, ms in sorted(parts.items()):
+        progress(f"batch {size}, ms: " + ", ".join(f"{name} {value}" for name, value in ms.items()))
     return {
         "model": spec.name,
         "dtype": spec.dtype,
@@ -58,7 +60,7 @@ def run(config: ClusterConfig, batch_sizes: Sequence[int], progress: Progress) -
         "context_len": BENCH_CONTEXT,
         "tokens_per_s": {k: round(int(k) / ms * 1e3, 1) for k, ms in step_ms.items()},
         "step_ms": {k: round(ms, 2) for k, ms in step_ms.items()},
-        "breakdown_ms": {str(size): breakdown_ms(engine, size) for size in ends},
+        "breakdown_ms": {str(size): ms for size, ms in sorted(parts.items())},
     }
 
 
@@ -175,8 +177,8 @@ def breakdown_ms(engine: TorchTargetEngine, num_requests: int) -> dict[str, floa
 
         def norms() -> None:
             for layer in model.layers:
-                for weight in (layer.input_norm, layer.mlp_norm):
-                    torch.rms_norm(x, (x.shape[-1],), weight, model.config.norm_eps)
+                layer.input_norm(x)
+                layer.mlp_norm(x)
 
         parts = {
             "linears": linears,

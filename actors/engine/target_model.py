@@ -21,15 +21,16 @@ from kernels import dispatch
 from kernels.kv_store import KvStore
 from kernels.paged_attention import PagedLayout
 from kernels.ragged_attention import AttentionLayout, attend
+from kernels.rms_norm import RmsNorm
 
 
 @dataclass
 class DecoderLayer:
-    input_norm: Tensor  # [hidden]
+    input_norm: RmsNorm
     qkv: Linear  # rows: q heads, k heads, v heads
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim], Qwen3
+    qk_norm: RmsNorm | None  # of each head of q and k, Qwen3
     output: Linear
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: RmsNorm
     mlp: GatedMlp | MoeLayer
 
 
@@ -73,7 +74,7 @@ class TargetModel:
         self.embedding = source.take("model.embed_tokens.weight", *table)
         head = self.embedding if config.tied_embeddings else source.take("lm_head.weight", *table)
         self.head = self._linear(head)
-        self.final_norm = source.take("model.norm.weight", config.hidden_size)
+        self.final_norm = self._norm(source, "model.norm")
         self.layers = [self._layer(source, i) for i in range(config.num_layers)]
         self._rotation = rotation_table(config.rope, config.head_dim, max_len).to(device)
         self.min_rows = min_rows(numerics)
@@ -101,19 +102,24 @@ class TargetModel:
             source.take(f"{out_name}.bias", hidden) if config.output_bias else None,
         )
         return DecoderLayer(
-            input_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+            input_norm=self._norm(source, f"{prefix}.input_layernorm"),
             qkv=qkv,
             qk_norm=self._qk_norm(source, attention) if config.qk_norm else None,
             output=output,
-            mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+            mlp_norm=self._norm(source, f"{prefix}.post_attention_layernorm"),
             mlp=self._moe(source, prefix) if config.is_sparse(index) else self._mlp(source, prefix),
         )
 
-    def _qk_norm(self, source: _Source, attention: str) -> Tensor:
+    def _norm(self, source: _Source, name: str) -> RmsNorm:
+        weight = source.take(f"{name}.weight", self.config.hidden_size)
+        return RmsNorm(weight, self.config.norm_eps)
+
+    def _qk_norm(self, source: _Source, attention: str) -> RmsNorm:
         dim = self.config.head_dim
         q, k = (source.take(f"{attention}.{p}_norm.weight", dim).float() for p in "qk")
         both = [(q, self.config.num_heads), (k, self.config.num_kv_heads)]
-        return torch.cat([pair_halves(w, dim).expand(count, dim) for w, count in both])
+        weights = [pair_halves(w, dim).expand(count, dim) for w, count in both]
+        return RmsNorm(torch.cat(weights), self.config.norm_eps)
 
     def _mlp(self, source: _Source, prefix: str) -> GatedMlp:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
@@ -162,21 +168,20 @@ class TargetModel:
         Returns the last layer's output [B, hidden], not yet normed, and the outputs of the tapped layers
         [B, num_taps * hidden], in the order of `tap_layer_ids`.
         """
-        eps, hidden = self.config.norm_eps, (self.config.hidden_size,)
         taps: dict[int, Tensor] = {}
         x = self.embedding.index_select(0, inputs.token_ids)
         factors = None
         if isinstance(inputs.attention, AttentionLayout):
             factors = self._rotations(inputs.positions)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(torch.rms_norm(x, hidden, layer.input_norm, eps))
+            qkv = layer.qkv(layer.input_norm(x))
             if isinstance(inputs.attention, PagedLayout):
                 mixed = self._mix_paged(qkv, layer, index, inputs, inputs.attention, store)
             else:
                 assert factors is not None
                 mixed = self._mix(qkv, layer, index, inputs, inputs.attention, store, factors)
             x = layer.output.plus(mixed, x)
-            x = layer.mlp.plus(torch.rms_norm(x, hidden, layer.mlp_norm, eps), x)
+            x = layer.mlp.plus(layer.mlp_norm(x), x)
             if index in tap_layer_ids:
                 taps[index] = x
         return x, torch.cat([taps[i] for i in tap_layer_ids], -1) if tap_layer_ids else None
@@ -198,8 +203,7 @@ class TargetModel:
         # [B, heads + kv_heads, head_dim] in fp32: a view where the model is fp32, else a copy
         turned = qkv[:, :turned_width].float().view(batch, num_turned, dim)
         if layer.qk_norm is not None:
-            normed = torch.rms_norm(turned, (dim,), None, config.norm_eps).mul_(layer.qk_norm)
-            turned = turned.copy_(normed)
+            turned.copy_(layer.qk_norm(turned))
         torch.view_as_complex(turned.view(batch, num_turned, -1, 2)).mul_(factors)
         if self.dtype != torch.float32:
             qkv[:, :turned_width].copy_(turned.view(batch, -1))
@@ -219,7 +223,7 @@ class TargetModel:
         config, pool, kind = self.config, store.pool(index), qkv.device.type
         queries = dispatch.chosen("rope_store", kind)(
             qkv,
-            layer.qk_norm,
+            None if layer.qk_norm is None else layer.qk_norm.weight,
             config.norm_eps,
             self._rotation,
             inputs.positions,
@@ -235,10 +239,7 @@ class TargetModel:
         num_rows = len(hidden)
         if 0 < num_rows < self.min_rows:
             hidden = hidden.expand(self.min_rows, -1)
-        normed = torch.rms_norm(
-            hidden, (self.config.hidden_size,), self.final_norm, self.config.norm_eps
-        )
-        return self.head(normed)[:num_rows]
+        return self.head(self.final_norm(hidden))[:num_rows]
 
     def _rotations(self, positions: Tensor) -> Tensor:
         """Complex factors [B, heads + kv_heads, head_dim / 2]; those of q also scale by head_dim ** -0.5."""

@@ -86,6 +86,10 @@ def _describe(report: dict[str, Any]) -> str:
         columns = [name for name in RANK_COLUMNS if any(rank.get(name) for rank in ranks)]
         rows = [[str(rank.get(name, "-")) for name in columns] for rank in ranks]
         text += "\n\n" + table([name.removeprefix("num_") for name in columns], rows)
+    for rank in ranks:
+        problems = [f"left behind when idle: {p}" for p in rank.get("integrity_problems", ())]
+        for remark in [*filter(None, [rank.get("warning")]), *problems]:
+            text += f"\n{rank.get('name', '-')}: {remark}"
     return text
 
 

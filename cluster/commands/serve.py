@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from cluster.commands.ray_output import RayOutput
 from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say
 from cluster.run_state import AlreadyRunningError, Registration, RunState, register
@@ -38,8 +37,9 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         with (
             register(Path(arguments.state), state) as registration,
-            # stdout is for results, but Ray prints there what its processes report
-            contextlib.redirect_stdout(RayOutput(sys.stderr)),
+            contextlib.redirect_stdout(
+                sys.stderr
+            ),  # whatever a library prints, stdout is for results
         ):
             return _run(config, registration, arguments, results)
     except AlreadyRunningError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.simulation.engine import Simulation
-from cluster.simulation.random_scenarios import balanced
+from cluster.simulation.random_scenarios import drawn
 from cluster.simulation.recorder import Result
 from cluster.simulation.scenario import Closed, Open, Scenario, System
 
@@ -183,18 +183,18 @@ def _is_rival(system: System, systems: list[System]) -> bool:
 
 
 def _random_configurations(scenario: Scenario, progress: Callable[[int], None]) -> Report:
-    """The compared systems on random balanced machines and loads."""
+    """The compared systems on random machines and loads."""
     assert scenario.compare is not None, "kind: random_configurations needs `compare`"
     ours, base = scenario.compare
     report = Report(scenario)
     ratios = []
     for number in range(scenario.num_configurations):
-        drawn = balanced(scenario, number)
+        case = drawn(scenario, number)
         results = {
-            system.name: Simulation(drawn, system, drawn.load, scenario.seed + number).run(progress)
-            for system in drawn.systems
+            system.name: Simulation(case, system, case.load, scenario.seed + number).run(progress)
+            for system in case.systems
         }
-        report.points += [Point(drawn.title, result) for result in results.values()]
+        report.points += [Point(case.title, result) for result in results.values()]
         ratios.append(results[ours].throughput / results[base].throughput)
     report.answers = {
         f"{ours}_over_{base.split('-')[0]}": round(float(np.mean(ratios)), 4),

@@ -68,17 +68,17 @@ class Hardware:
         )
         return times.step_time_s(np.zeros(len(self.speed)))
 
-    def profile(self, rank: Endpoint) -> RankProfile:
-        """What is measured at start: complete steps of the whole group, all ranks loaded alike."""
+    def profile(self, rank: Endpoint, num_loaded: int) -> RankProfile:
+        """What is measured at start: complete steps, so many ranks loaded alike and the others empty."""
         tokens = self.curve.batch_tokens.astype(np.int32)
-        together = self.shared(tokens.astype(np.float64) * len(self.speed))
+        shared = self.shared(tokens.astype(np.float64) * num_loaded)
         requests = np.maximum(tokens, 1)
         return RankProfile(
             rank,
             IDENTITY,
             tokens,
             requests,
-            self.curve.verify_time_s(tokens) + together,
+            self.curve.verify_time_s(tokens) + shared,
             drafting_s(self.curve, requests),
             self.curve.gamma,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from actors.core.capacity import Allocator, LocalPolicy
 from actors.core.classes import ClassPrices, ServiceClass, allocate_classes
+from actors.core.cost import split_profiles
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, StepReport
 from actors.core.prefix_scheduler import allocate
@@ -44,7 +47,7 @@ class GroupPolicy:
                 static_threshold=system.threshold,
                 min_predicted_gain=system.min_predicted_gain,
             )
-            policy.times.measured(CostCurve.of(hardware.profile(endpoint)))
+            policy.times.measured(CostCurve.of(hardware.profile(endpoint, n)))
             self._locals.append(policy)
             self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
         self.prices: ClassPrices | None = None
@@ -54,8 +57,14 @@ class GroupPolicy:
         if joint:
             if system.classes:
                 self.prices = ClassPrices(_classes(scenario), system.fairness)
+            together = CostCurve.of(hardware.profile(self.ranks[0], n))
+            profile, shared = hardware.profile(self.ranks[0], n), None
+            if system.split_profile:
+                profile = hardware.profile(self.ranks[0], 1)
+                own, shared = split_profiles(CostCurve.of(profile), together, n)
+                profile = replace(profile, step_time_s=own.step_time_s)
             self.solver = JointSolver(
-                [[endpoint.name for endpoint in self.ranks]], prices=self.prices
+                [[endpoint.name for endpoint in self.ranks]], shared, self.prices
             )
             self._allocator = Allocator(
                 solver=self.solver,
@@ -63,7 +72,7 @@ class GroupPolicy:
                 max_report_age_s=float("inf"),
             )
             for endpoint in self.ranks:
-                self._allocator.fold(hardware.profile(endpoint), 0.0)
+                self._allocator.fold(replace(profile, rank=endpoint), 0.0)
 
     def decide(
         self,

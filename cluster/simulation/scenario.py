@@ -122,6 +122,9 @@ class System(Part):
     acceptance: Acceptance | None = Field(None, description="Its own drafter's acceptance.")
     drafting: float = Field(1.0, ge=0, description="Factor on the machine's drafting time.")
     learn: bool = Field(True, description="Step times are learned from served steps.")
+    split_profile: bool = Field(
+        True, description="Joint: also profiled with one rank loaded alone."
+    )
     classes: bool = Field(False, description="Joint: weights, deadlines, lengths of tenants hold.")
     fairness: float = Field(0.0, ge=0, description="With classes: 0 throughput, 1 proportional.")
 
@@ -154,6 +157,7 @@ class Scenario(Part):
     measure: Measure = Measure()
     published: Published | None = None
     num_configurations: int = Field(0, ge=0, description="Random configurations to compare on.")
+    skew: float = Field(0.0, ge=0, description="Random ones: deviation of a rank's log load.")
     compare: tuple[str, str] | None = Field(None, description="Systems whose ratio is reported.")
     seed: int = 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.core.messages import TokenDelta
+from actors.core.messages import Endpoint, RankRoute, RoutingTable, TokenDelta
 from tests.http.harness import CHAT, CHAT_PATH, TEXT
 from tests.http.sse_reader import Reader
 
@@ -126,6 +126,23 @@ async def test_a_stream_goes_on_when_its_only_rank_restarts(launch):
         server.publish()
         assert (await reading).is_whole
         assert server.ranks[0].admitted[0].num_prior_tokens == 10
+
+
+async def test_a_supervisor_that_has_just_restarted_and_knows_nobody_yet_disturbs_no_stream(launch):
+    async with launch() as server:
+        rank = server.ranks[0]
+        rank.num_tokens_before_pause = 10
+        reading = asyncio.create_task(Reader().read(server))
+        await server.until(lambda: rank._running and next(iter(rank._running.values()))[1] == 10)
+        unheard = Endpoint(rank.name, "target", "", "", "")
+        version = server.tables[-1].version + 1
+        server.tables.append(RoutingTable(version, (RankRoute(unheard, "starting", "not heard"),)))
+        await server.until(lambda: server.dispatcher.router.table.version == version)
+        await asyncio.sleep(0.3)
+        server.publish()
+        rank.num_tokens_before_pause = None
+        assert (await reading).is_whole
+        assert len(rank.admitted) == 1 and not rank.aborted
 
 
 async def test_a_rank_that_once_missed_a_reservation_can_still_take_the_stream(launch):

@@ -273,3 +273,23 @@ def test_a_forgotten_rank_leaves_the_view_and_its_messages_are_dropped() -> None
     allocator.forget("rank-0")
     assert allocator.load_view(0.0).ranks == ()
     assert not allocator.fold(report(9), 0.0)
+
+
+def test_a_rank_that_was_only_silent_is_taken_back_with_its_curve() -> None:
+    allocator = Allocator()
+    allocator.fold(profile(), 0.0)
+    allocator.fold(report(7), 0.0)
+    allocator.forget("rank-0")
+    assert not allocator.recall("rank-0", "b"), "another incarnation starts afresh"
+    assert allocator.recall("rank-0", "a") and not allocator.recall("rank-0", "a")
+    assert allocator.fold(report(9), 1.0)
+    assert [budget.based_on_step for budget in allocator.budgets(1.0)] == [9]
+
+
+def test_an_incarnation_that_was_followed_by_another_does_not_come_back() -> None:
+    allocator = Allocator()
+    allocator.fold(profile(), 0.0)
+    allocator.fold(profile(epoch="b"), 0.0)
+    allocator.forget("rank-0")
+    assert not allocator.recall("rank-0", "a")
+    assert not allocator.fold(report(9, epoch="a"), 0.0)

@@ -13,6 +13,7 @@ from actors.core.cost import (
     RankStep,
     SharedTime,
     drafting_s,
+    split_profiles,
 )
 from actors.core.sps import CostCurve
 from tests.pure.lockstep import curve, group, random_curve, staircase
@@ -188,3 +189,49 @@ def test_context_is_priced_when_steps_show_that_it_costs() -> None:
         model.fold(steps, seconds)
     short, long = RankStep(TRUE, 40, 100, 0), RankStep(TRUE, 40, 100, 300_000)
     assert model.predict_s([long]) - model.predict_s([short]) == pytest.approx(0.015, rel=0.3)
+
+
+def two_profiles(shared: SharedTime, num_ranks: int) -> tuple[CostCurve, CostCurve]:
+    """What measuring a group shows with one rank loaded, and with all loaded alike."""
+    tokens = TRUE.batch_tokens
+    return (
+        curve(tokens, TRUE.step_time_s + shared(tokens)),
+        curve(tokens, TRUE.step_time_s + shared(tokens * num_ranks)),
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_two_profiles_of_a_group_tell_its_two_parts_apart(num_ranks: int) -> None:
+    """Up to a constant, which cannot be seen: the time of any uneven load follows."""
+    shared = SharedTime(np.array([0.0, 1000.0, 8000.0]), np.array([0.002, 0.02, 0.06]))
+    own, found = split_profiles(*two_profiles(shared, num_ranks), num_ranks)
+    for loads in (
+        [1000] + [0] * (num_ranks - 1),
+        [64] * num_ranks,
+        [900] + [100] * (num_ranks - 1),
+    ):
+        true = float(TRUE.verify_time_s(max(loads)) + shared(sum(loads)))
+        predicted = float(own.verify_time_s(max(loads)) + found(sum(loads)))
+        assert predicted == pytest.approx(true, rel=0.08)
+
+
+def test_one_rank_has_nothing_to_split() -> None:
+    own, shared = split_profiles(TRUE, TRUE, 1)
+    assert own is TRUE
+    assert float(shared(10_000)) == 0.0
+
+
+def test_a_model_that_knows_what_is_shared_predicts_uneven_load_from_the_first_step() -> None:
+    rng = np.random.default_rng(8)
+    shared = SharedTime(np.array([0.0, 4000.0]), np.array([0.0, 0.08]))
+    own, found = split_profiles(*two_profiles(shared, 8), 8)
+    knowing, ignorant = LockstepModel(8, found), LockstepModel(8)
+    errors: dict[str, list[float]] = {"knowing": [], "ignorant": []}
+    for _ in range(20):
+        steps = steps_of(rng, own, 8)
+        served = true_time_s(steps, shared)
+        for name, model in (("knowing", knowing), ("ignorant", ignorant)):
+            errors[name].append(abs(model.predict_s(steps) / served - 1))
+            model.fold(steps, served)
+    assert errors["knowing"][0] < 0.05
+    assert max(errors["knowing"]) < 0.1 < errors["ignorant"][0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.core.sampling import SamplingBatch
 from cluster.intake import COMPLETION_MAX_TOKENS, Intake, IntakeLimits, Job
 from cluster.model_files import text_files
 from cluster.openai_api import ApiError, ChatRequest, CompletionRequest, parse_request
@@ -81,6 +82,18 @@ def test_the_models_own_sampling_is_the_default_and_the_request_wins(codec, monk
     default, own = chat(intake).order.sampling, chat(intake, temperature=0, top_k=-1).order.sampling
     assert (default.temperature, default.top_p, default.top_k) == (0.6, 1.0, 20)
     assert (own.temperature, own.top_k) == (0.0, 0)
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**80])
+def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(intake, codec, top_k):
+    order = chat(intake, top_k=top_k).order
+    assert order.sampling.top_k == codec.vocab_size
+    SamplingBatch.of([order.sampling])  # 32 bits on the rank: more would end its process
+
+
+def test_template_arguments_may_have_any_name(intake):
+    for name in ("self", "args", "bos_token", "not a name"):
+        assert chat(intake, chat_template_kwargs={name: "x"}).order.prompt_ids
 
 
 def test_end_tokens_stop_unless_they_are_ignored_and_are_never_shown(intake, codec):

@@ -11,7 +11,7 @@ import pytest
 from actors.core import joint
 from actors.core.cost import GroupTimes, SharedTime
 from actors.core.joint import plan_group
-from actors.core.prefix_scheduler import MIN_SURVIVAL, search
+from actors.core.prefix_scheduler import MIN_SURVIVAL, allocate, search
 from actors.core.slot_ranking import BinnedSlots, ExactSlots
 from tests.pure.lockstep import curve, group, random_curve, staircase
 
@@ -135,6 +135,34 @@ def test_the_price_is_what_a_token_costs_the_group() -> None:
     plan = plan_group(survivals, requests, group([curve([1, 1000], [1.0, 10.0])] * 2, requests))
     assert plan.min_survival[0] > 0.1
     assert plan.min_survival[1] == MIN_SURVIVAL
+
+
+def test_ranks_that_are_slowest_together_share_the_price_of_the_level() -> None:
+    """Trimming one of them alone saves no time."""
+    requests = np.array([60, 60])
+    rng = np.random.default_rng(0)
+    half = survivals_of(rng, 60)
+    slope = curve([1, 1000], [1.0, 10.0])
+    both = plan_group(np.concatenate([half, half]), requests, group([slope] * 2, requests))
+    expected = both.throughput * 9 / 999 / 2
+    assert both.min_survival == pytest.approx([expected] * 2, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_survivals_as_planned_pass_the_price_up_to_the_budget(seed: int) -> None:
+    """K and lambda say the same: on the survivals it was made from, neither cuts what the other admits."""
+    rng = np.random.default_rng(seed)
+    instances = [random_instance(rng) for _ in range(60)]
+    requests = rng.integers(20, 60, 3)
+    times = group([staircase(600, 32, 1.0, 0.2)] * 3, requests)
+    instances.append((survivals_of(rng, int(requests.sum())), requests, times))
+    for survivals, requests, times in instances:
+        plan = plan_group(survivals, requests, times)
+        ends = np.concatenate([[0], np.cumsum(requests)])
+        for (a, b), budget in zip(itertools.pairwise(ends), plan.budgets(), strict=True):
+            rows = survivals[a:b]
+            lens = allocate(rows, budget.max_draft_tokens, budget.min_survival, np.full(b - a, 9))
+            assert int(lens.sum()) == min(budget.max_draft_tokens, int((rows > 0).sum()))
 
 
 def test_what_is_worth_nothing_is_not_verified() -> None:

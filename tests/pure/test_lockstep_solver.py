@@ -213,3 +213,20 @@ def test_the_class_of_the_rows_weighs_in_the_group_s_plan() -> None:
         plans.append([budget.max_draft_tokens for budget in brain.budgets(0.0)])
     plain, weighed = plans
     assert weighed[0] > plain[0]
+
+
+def test_now_and_then_one_rank_verifies_less_or_more_so_that_the_model_can_learn() -> None:
+    solver = JointSolver([RANKS])
+    views = [view("rank-0", 30, measured()), view("rank-1", 3, measured())]
+    plans = [[(b.max_draft_tokens, b.rule) for b in solver(views, 0.0)] for _ in range(4 * 64)]
+    usual = plans[0]
+    unusual = {at: plan for at, plan in enumerate(plans, 1) if plan != usual}
+    most = [tokens for tokens, _ in usual]
+    assert unusual == {
+        64: [(most[0] // 2, "explore"), usual[1]],
+        128: [usual[0], (most[1] + 3, "explore")],
+        192: [usual[0], (most[1] // 2, "explore")],
+        256: [(most[0] + 30, "explore"), usual[1]],
+    }
+    calm = JointSolver([RANKS], explores=False)
+    assert all(calm(views, 0.0)[0].rule == "joint" for _ in range(130))

@@ -104,6 +104,30 @@ def test_an_old_view_is_forgotten_and_ranks_take_turns_again():
     assert {names(router, late_s)[0] for _ in range(4)} == {"a", "b"}
 
 
+def test_an_idle_rank_says_nothing_and_is_still_known_to_be_idle():
+    router = Router()
+    router.update_table(table(1, idle="ready", busy="ready"))
+    busy = RankLoad("busy", 8, 0, 10, 20, 0.3, 0.1)
+    idle = RankLoad("idle", 0, 0, 20, 20, 0.1, 10 * MAX_VIEW_AGE_S)
+    router.update_load(LoadView(1, (busy, idle)), 0.0)
+    assert [names(router)[0] for _ in range(4)] == ["idle"] * 4
+    assert {names(router, MAX_VIEW_AGE_S + 1)[0] for _ in range(4)} == {"idle", "busy"}
+
+
+def test_health_says_what_is_wrong_with_each_rank():
+    router = Router()
+    routes = (
+        RankRoute(endpoint("a"), "ready", "", "rows depend", ("1 lease is open",)),
+        RankRoute(endpoint("b"), "dead", "out of memory"),
+        RankRoute(endpoint("c"), "ready"),
+    )
+    router.update_table(RoutingTable(1, routes))
+    a, b, c = router.describe()
+    assert (a["integrity_problems"], a["warning"]) == (["1 lease is open"], "rows depend")
+    assert (b["integrity_problems"], b["reason"]) == ([], "out of memory")
+    assert c == {"name": "c", "state": "ready", "integrity_problems": []}
+
+
 def test_older_tables_and_views_are_ignored_until_the_allocator_restarts():
     router = Router()
     first, second = endpoint("allocator", "1", "allocator"), endpoint("allocator", "2", "allocator")

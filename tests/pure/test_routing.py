@@ -154,6 +154,19 @@ def test_members_are_told_until_they_have_taken_the_version_over(book: RouteBook
     assert len(book.behind()) == len(MEMBERS)
 
 
+def test_what_is_wrong_with_a_rank_that_serves_is_published_until_it_is_over(
+    book: RouteBook,
+) -> None:
+    version = book.version
+    book.hear(describe("target-1", warning="rows depend", integrity_problems=("1 lease is open",)))
+    route = book.table().ranks[1]
+    assert (route.state, route.warning) == ("ready", "rows depend")
+    assert route.integrity_problems == ("1 lease is open",)
+    assert book.version == version + 1, "an ingress would keep the table it has"
+    book.hear(describe("target-1"))
+    assert book.table().ranks[1].integrity_problems == () and book.version == version + 2
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "drafters", "expected"),
     [

@@ -175,6 +175,7 @@ def test_rows_that_depend_on_their_batch_are_reported_loudly(
     shell = start_target(start, Variant)
     until_ready(shell)
     assert asyncio.run(shell.stats())["is_row_invariant"] is False
+    assert "may give other tokens" in describe(shell).warning
     assert "numerics=reproducible" in caplog.text
 
 

@@ -82,6 +82,18 @@ def test_balanced_load_loses_nothing_to_joint_budgets(number: int) -> None:
     assert found["lowest_gain"] >= -0.005
 
 
+@pytest.mark.parametrize("number", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_uneven_load_gains_and_never_loses(number: int) -> None:
+    """Neither against local choice padded to the maximum nor against local choice as it is."""
+    found = report("random-skew", f"num_configurations={number}")
+    assert found.answers["joint_gain"] > 0.03
+    assert found.answers["lowest_gain"] >= -0.005
+    rates = [point.result.throughput for point in found.points]
+    unpadded = [joint / local - 1 for local, joint in zip(rates[1::3], rates[2::3], strict=True)]
+    assert min(unpadded) >= -0.005
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_says_what_it_assumes_and_how_long_it_takes(name: str) -> None:
     scenario = load(name)

@@ -143,5 +143,5 @@ def test_blocks_are_copied_whole_in_every_layer() -> None:
         store.write(layer, torch.arange(2 * BLOCK), rows + layer)
     store.copy_blocks(np.array([1, 0], np.int32), np.array([2, 3], np.int32))
     for layer in range(2):
-        keys, values = store.read(layer, torch.tensor([3, 2]))
+        keys, values = store.read(layer, store.rows_of(torch.tensor([3, 2])))
         assert torch.equal(torch.cat([keys, values]), (rows + layer).transpose(0, 1))

@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.training.dataset import OnPolicyDataset
-from actors.engine.training.evaluate import Acceptance, Blocks, draft_blocks, evaluate, replay
+from actors.engine.training.evaluate import (
+    Acceptance,
+    Blocks,
+    draft_blocks,
+    evaluate,
+    pooled,
+    replay,
+)
 from actors.engine.training.loop import Trainer, TrainingOptions, plot_log
 from actors.engine.training.losses import LossWeights
 
@@ -224,3 +231,12 @@ def test_the_curve_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
     plot_log(tmp_path / "log.jsonl", tmp_path / "curve.png")
     assert 0 < (tmp_path / "curve.png").stat().st_size < 200_000
+
+
+def test_calibration_sees_the_rounds_decoding_makes() -> None:
+    answer = blocks([2, 0, 0, 0, 2, 0, 0])
+    answer.inside[-2:, 1:] = False  # the text ends inside the last blocks
+    answer.confidence_logits[:] = np.arange(7)[:, None]
+    logits, labels = pooled([answer])
+    assert logits[:, 0].tolist() == [0, 3, 4]  # 0 accepts two, then 3, then 4
+    assert labels.sum(1).tolist() == [2, 0, 2]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -93,6 +94,12 @@ def train(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     trainer = loop.Trainer(model, data, options)
     if state is not None:
         trainer.load(state)
+
+    def stop(_signal: int, _frame: object) -> None:
+        trainer.stop_requested = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     trainer.run(paths.run, time.time() + 60 * args.minutes)
     return {"step": trainer.step, "answer_tokens": data.num_answer_tokens}
 

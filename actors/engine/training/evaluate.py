@@ -78,19 +78,27 @@ def draft_blocks(model: DSparkModel, data: OnPolicyDataset, record: Record, bf16
     )
 
 
+def rounds(blocks: Blocks, gamma: int) -> list[int]:
+    """Return the anchors (rows of `blocks`) greedy decoding with `gamma` draft tokens visits."""
+    lengths = blocks.prefix[:, :gamma].sum(1)
+    visited, at = [], 0
+    while at < len(lengths):
+        visited.append(at)
+        at += int(lengths[at]) + 1
+    return visited
+
+
 def replay(blocks: Blocks, gamma: int, into: Acceptance) -> None:
     """Add the rounds greedy decoding with `gamma` draft tokens would make over this answer."""
-    lengths = blocks.prefix[:, :gamma].sum(1)
-    total, at = len(lengths), 0
-    into.accepted_at = into.accepted_at or [0] * gamma
-    while at < total:
-        accepted = int(lengths[at])
-        for k in range(accepted):
-            into.accepted_at[k] += 1
-        # The bonus token exists unless the text ended inside the accepted run.
-        into.committed += min(accepted + 1, total - at)
-        into.rounds += 1
-        at += accepted + 1
+    prefix = blocks.prefix[:, :gamma]
+    visited = rounds(blocks, gamma)
+    into.rounds += len(visited)
+    # Every answer token after the first is committed in some round; the text ends with the answer.
+    into.committed += len(prefix)
+    at_slot = prefix[visited].sum(0)
+    into.accepted_at = [
+        a + int(b) for a, b in zip(into.accepted_at or [0] * gamma, at_slot, strict=True)
+    ]
 
 
 def evaluate(
@@ -125,8 +133,14 @@ def macro(result: dict[str, dict[int, Acceptance]], gamma: int) -> float:
 
 
 def pooled(every: list[Blocks]) -> tuple[Tensor, Tensor]:
-    """Return confidence logits and prefix labels [blocks, gamma] of blocks wholly inside their text."""
-    whole = [b.inside.all(1) for b in every]
-    logits = np.concatenate([b.confidence_logits[w] for b, w in zip(every, whole, strict=True)])
-    labels = np.concatenate([b.prefix[w] for b, w in zip(every, whole, strict=True)])
-    return torch.from_numpy(logits), torch.from_numpy(labels)
+    """Return confidence logits and prefix labels [rounds, gamma] of the rounds decoding makes.
+
+    Rounds start where the one before was refused, so they are harder than an average position;
+    calibration must see what serving sees. Blocks that reach beyond their text are left out.
+    """
+    logits, labels = [], []
+    for blocks in every:
+        visited = [a for a in rounds(blocks, blocks.hits.shape[1]) if blocks.inside[a].all()]
+        logits.append(blocks.confidence_logits[visited])
+        labels.append(blocks.prefix[visited])
+    return torch.from_numpy(np.concatenate(logits)), torch.from_numpy(np.concatenate(labels))

@@ -81,6 +81,7 @@ class Trainer:
             fused=True,
         )
         self.step = 0
+        self.stop_requested = False  # set it from a signal handler: the run saves and returns
         self.to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long)
         self.to_draft[model.draft_ids] = torch.arange(model.config.draft_vocab_size)
 
@@ -144,7 +145,7 @@ class Trainer:
         return total, parts
 
     def run(self, out_dir: Path, until_s: float | None = None) -> None:
-        """Train to `max_steps` or the wall-clock time `until_s`, logging and checkpointing."""
+        """Train to `max_steps`, the wall-clock time `until_s` or `stop_requested`; then save."""
         out_dir.mkdir(parents=True, exist_ok=True)
         _drop_later_entries(out_dir / "log.jsonl", self.step)
         saved = time.monotonic()
@@ -167,7 +168,9 @@ class Trainer:
             mininterval=5.0,
         )
         smooth = None
-        while self.step < self.options.max_steps and (until_s is None or time.time() < until_s):
+        while self.step < self.options.max_steps and not self.stop_requested:
+            if until_s is not None and time.time() >= until_s:
+                break
             entry = self.train_step()
             smooth = entry.loss if smooth is None else 0.98 * smooth + 0.02 * entry.loss
             bar.set_postfix(loss=f"{smooth:.3f}", agree=f"{entry.agree[0]:.2f}", refresh=False)

@@ -1,6 +1,10 @@
-"""Deciding must stay far below the time of a step (about 25 ms for the default model on two cores)."""
+"""What a rank's decisions cost a step: `python -m tests.pure.rank_benchmark`. A benchmark, not a test: machines differ.
+
+To be held against a step of the default model (about 25 ms on two cores): deciding should stay below two per cent.
+"""
 
 import random
+import sys
 import time
 
 import numpy as np
@@ -11,7 +15,6 @@ from tests.pure.rank_harness import admitted, make_rank
 from tests.pure.scripted_drafter import ALLOCATOR, DRAFTER
 
 GAMMA, TOP_K = 5, 64
-LIMIT_S = 0.002  # a generous multiple of what it takes: this machine may be busy
 
 
 def accept_some(plan: StepPlan, rng: random.Random, features: np.ndarray) -> StepResult:
@@ -37,10 +40,11 @@ def answer(out: list[tuple[Endpoint, Message]], rng: np.random.Generator) -> Pro
     )
 
 
-def test_a_step_of_32_requests_is_decided_in_well_under_a_millisecond() -> None:
+def median_seconds(num_requests: int = 32, num_steps: int = 400) -> float:
+    """Median of planning a step, applying its result and taking the next proposals."""
     rank = make_rank(
         gamma=GAMMA,
-        max_running=32,
+        max_running=num_requests,
         max_batch_tokens=256,
         max_model_len=2048,
         block_size=16,
@@ -48,17 +52,17 @@ def test_a_step_of_32_requests_is_decided_in_well_under_a_millisecond() -> None:
     )
     rank.allocator = ALLOCATOR
     rank.set_drafters([DRAFTER])
-    for i in range(32):
+    for i in range(num_requests):
         rank.on_message(admitted(f"r{i}", [i] * 8, 2000), 0.0)
     rng, draws = random.Random(0), np.random.default_rng(0)
     features = np.zeros((256, 2880), np.uint16)
     times = []
-    for step in range(120):
+    for step in range(num_steps):
         now = step * 1.0
         started = time.perf_counter()
         plan = rank.plan_step(now)
         planned = time.perf_counter()
-        assert plan is not None and plan.num_requests == 32
+        assert plan is not None and plan.num_requests == num_requests
         result = accept_some(plan, rng, features)
         applying = time.perf_counter()
         out = rank.apply(plan, result, now, 0.025)
@@ -68,4 +72,9 @@ def test_a_step_of_32_requests_is_decided_in_well_under_a_millisecond() -> None:
         rank.on_message(proposal, now)
         received = time.perf_counter()
         times.append((planned - started) + (applied - applying) + (received - receiving))
-    assert np.median(times[20:]) < LIMIT_S, f"median {np.median(times[20:]) * 1e3:.2f} ms"
+    return float(np.median(times[num_steps // 5 :]))
+
+
+if __name__ == "__main__":
+    for size in (1, 8, 32):
+        sys.stdout.write(f"{size:>3} requests: {median_seconds(size) * 1e3:.3f} ms a step\n")

@@ -1,0 +1,97 @@
+"""The allocator's shell without Ray: who it still listens to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.allocator import AllocatorActor
+from actors.core.messages import Endpoint, RankProfile, StepReport
+from actors.link import Membership, ZmqLink
+from actors.shell import Peers, Seat
+from configs.schema import ClusterConfig
+
+MEMBERSHIP = Membership.create()
+GAMMA = 5
+
+
+@pytest.fixture
+def shell() -> Iterator[Any]:
+    shell = AllocatorActor(Seat("allocator", MEMBERSHIP, "127.0.0.1"), ClusterConfig())
+    yield shell
+    asyncio.run(shell.stop())
+
+
+@pytest.fixture
+def link() -> Iterator[ZmqLink]:
+    link = ZmqLink("target-0", "target", MEMBERSHIP, "127.0.0.1")
+    yield link
+    link.close()
+
+
+def profile(rank: Endpoint) -> RankProfile:
+    sizes = np.array([1, 8, 64], np.int32)
+    times = np.array([0.01, 0.012, 0.03])
+    return RankProfile(rank, "here", sizes, sizes, times, np.full(3, 0.004), GAMMA)
+
+
+def report(rank: Endpoint, step: int) -> StepReport:
+    none = np.zeros(GAMMA, np.int64)
+    survivals = np.full((2, GAMMA), 0.9, np.float32)
+    return StepReport(
+        rank, step, 0.01, 0.0, 2, 0, 4, 20, survivals, none, none, none, 2, 9, 10, 0, "cold", 0
+    )
+
+
+def until_counted(shell: Any, link: ZmqLink, **expected: int) -> dict[str, Any]:
+    deadline = time.monotonic() + 10
+    while True:
+        link.poll(0.02)
+        stats: dict[str, Any] = asyncio.run(shell.stats())
+        if all(stats[name] >= count for name, count in expected.items()):
+            return stats
+        assert time.monotonic() < deadline, stats
+
+
+def test_a_rank_that_was_too_busy_to_answer_the_supervisor_gets_budgets_again(
+    shell: Any, link: ZmqLink
+) -> None:
+    rank = link.endpoint
+    deadline = time.monotonic() + 10
+    while asyncio.run(shell.describe()).phase != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    allocator = asyncio.run(shell.describe()).endpoint
+    asyncio.run(shell.connect(Peers(version=1, ranks=(rank,))))
+    for message in (profile(rank), report(rank, 1)):
+        link.send(allocator, message)
+    until_counted(shell, link, num_budgets=1)
+    asyncio.run(shell.connect(Peers(version=2)))
+    link.send(allocator, report(rank, 2))
+    assert until_counted(shell, link, num_stale_reports=1)["ranks"] == []
+    asyncio.run(shell.connect(Peers(version=3, ranks=(rank,))))
+    link.send(allocator, report(rank, 3))
+    assert until_counted(shell, link, num_budgets=2)["ranks"] == ["target-0"]
+
+
+def test_another_incarnation_starts_without_the_curve_of_the_last(
+    shell: Any, link: ZmqLink
+) -> None:
+    rank, reborn = link.endpoint, replace(link.endpoint, epoch="later")
+    asyncio.run(shell.connect(Peers(version=1, ranks=(rank,))))
+    allocator = asyncio.run(shell.describe()).endpoint
+    for message in (profile(rank), report(rank, 1)):
+        link.send(allocator, message)
+    until_counted(shell, link, num_budgets=1)
+    asyncio.run(shell.connect(Peers(version=2)))
+    asyncio.run(shell.connect(Peers(version=3, ranks=(reborn,))))
+    link.send(allocator, report(rank, 9))
+    link.send(allocator, report(reborn, 1))
+    stats = until_counted(shell, link, num_stale_reports=1)
+    assert stats["num_budgets"] == 1
