@@ -176,6 +176,8 @@ class Shell:
     def _obey(self) -> None:
         while self._commands:
             action, answer = self._commands.popleft()
+            if not answer.set_running_or_notify_cancel():
+                continue  # its caller has given up
             try:
                 answer.set_result(action())
             except Exception as error:

@@ -218,7 +218,8 @@ class TargetActor(Shell):
                 *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
             )
         self._take_leave(old, new)
-        rank.set_drafters([drafter.endpoint for drafter in usable])
+        speculates = self._config.policy.name != "none"
+        rank.set_drafters([drafter.endpoint for drafter in usable if speculates])
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
         if drafting_changed and usable and self._profile is not None:

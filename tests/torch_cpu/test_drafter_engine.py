@@ -281,3 +281,13 @@ def test_an_entry_whose_features_are_incomplete_gets_no_block() -> None:
     name, committed, first, rows, anchor = stream.commit(0, 12)
     assert engine.advance(commit_batch([(name, committed, first, rows[:-3], anchor)])) is None
     check(engine.advance(commit_batch([stream.commit(8, 14)])), model, {"a": stream})
+
+
+def test_a_context_beyond_the_positions_of_the_checkpoint_is_still_drafted_for() -> None:
+    short = tiny_model(tiny_config(max_position_embeddings=16))
+    long = tiny_model(tiny_config())
+    long.load_state_dict(short.state_dict())
+    engine, stream = tiny_engine(short), Stream("a", 60, long.config)
+    # The anchor at position 13 still lies inside, the last slots of its block do not.
+    check(engine.advance(commit_batch([stream.commit(0, 14)])), long, {"a": stream})
+    check(engine.advance(commit_batch([stream.commit(13, 50)])), long, {"a": stream})

@@ -99,3 +99,13 @@ def test_ece_of_a_perfect_and_a_wrong_forecast() -> None:
     happened = torch.arange(1000) % 2 == 0
     assert calibrate.expected_calibration_error(half, happened) == pytest.approx(0)
     assert calibrate.expected_calibration_error(torch.ones(1000), happened) == pytest.approx(0.5)
+
+
+def test_a_shift_corrects_a_head_that_is_too_sure() -> None:
+    generator = torch.Generator().manual_seed(2)
+    true = torch.randn((20_000, 3), generator=generator)
+    hits = torch.rand(true.shape, generator=generator) < true.sigmoid()
+    prefix = hits.cumprod(1).bool()
+    assert calibrate.fit_shift(true + 0.8, prefix) == pytest.approx(-0.8, abs=0.04)
+    errors = calibrate.survival_error(true, prefix, [1.0] * 3)
+    assert max(errors) < 0.02

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from actors.engine.drafters.dspark import DSparkModel, Layer
 from actors.engine.packed import Linear, packed_linear
-from actors.engine.rotary import rotate
+from actors.engine.rotary import rotary_tables, rotate
 from kernels.markov_sample import MarkovHead
 
 
@@ -43,7 +43,7 @@ class PackedBackbone:
         # K and V of a context token in every layer come from the same input: one matmul for all.
         context_kv = [p.weight for a in layers for p in (a.self_attn.k_proj, a.self_attn.v_proj)]
         self._context_kv = packed_linear(weight(torch.cat(context_kv)))
-        self.cos, self.sin = weight(model.cos), weight(model.sin)
+        self._cos, self._sin = weight(model.cos), weight(model.sin)
         self.markov: MarkovHead | None = None
         if model.markov_head is not None:
             head = model.markov_head
@@ -70,7 +70,8 @@ class PackedBackbone:
             keys = torch.stack(
                 [self.rms_norm(k, norm) for k, norm in zip(keys, norms, strict=True)]
             )
-        return rotate(keys, self.cos[positions][:, None], self.sin[positions][:, None]), values
+        cos, sin = self._rotary(positions)
+        return rotate(keys, cos[:, None], sin[:, None]), values
 
     def block(
         self, keys: Tensor, values: Tensor, beyond: Tensor, anchor_ids: Tensor, anchors: Tensor
@@ -86,7 +87,7 @@ class PackedBackbone:
         ids = torch.full((len(anchors), size), config.mask_token_id, device=self.device)
         ids[:, 0] = anchor_ids
         positions = anchors[:, None] + torch.arange(size, device=self.device)
-        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        cos, sin = (table[:, :, None] for table in self._rotary(positions))
         x = self.embed[ids]
         for index, layer in enumerate(self.layers):
             x = x + layer.out(self._attend(x, layer, keys[index], values[index], beyond, cos, sin))
@@ -138,6 +139,15 @@ class PackedBackbone:
         mixed: Tensor = weights[..., :span] @ values + weights[..., span:] @ v.transpose(1, 2)
         mixed = mixed.view(count, kv, -1, size, dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(count, size, -1)
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary tables, which grow: a block reaches beyond its anchor, a target's context beyond both."""
+        last = int(positions.max())
+        if last >= len(self._cos):
+            length = max(last + 1, 2 * len(self._cos))
+            tables = rotary_tables(self.config.head_dim, self.config.rope_theta, length)
+            self._cos, self._sin = (self._weight(table) for table in tables)
+        return self._cos[positions], self._sin[positions]
 
     def _weight(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype).contiguous()

@@ -108,13 +108,31 @@ def export(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate on held-out blocks and write the drafter directory."""
     state = torch.load(paths.run / "checkpoint.pt")
     model = restore(paths, state)
-    save_dspark(model, args.out, {"num_target_layers": num_target_layers(paths)})
+    extra = {"num_target_layers": int(read_config(paths.target)["num_hidden_layers"])}
+    save_dspark(model, args.out, extra)
     shipped = load_dspark(args.out, *embedding_tables(paths.target, torch.bfloat16))
     result, blocks = evaluate.evaluate(shipped, OnPolicyDataset(paths.shards("held_out")))
-    calibration = calibrate.fit(*evaluate.pooled(blocks))
+    # Half of the answers fit, the other half says how good the fit is; all of them fit what ships.
+    logits, labels = evaluate.pooled(blocks[::2])
+    shift = calibrate.fit_shift(logits, labels)
+    halves = calibrate.fit(logits + shift, labels)
+    logits, labels = evaluate.pooled(blocks[1::2])
+    unseen = calibrate.survival_error(logits + shift, labels, halves.temperatures)
+    logits, labels = evaluate.pooled(blocks)
+    shift = calibrate.fit_shift(logits, labels)
+    with torch.no_grad():
+        assert model.confidence_head is not None
+        model.confidence_head.proj.bias.add_(shift)
+    save_dspark(model, args.out, extra)
+    calibration = calibrate.fit(logits + shift, labels)
     calibration.write(args.out / "calibration.json")
     loop.plot_log(paths.run / "log.jsonl", args.out / "training.png")
-    return {"step": state["step"], **report(result)}
+    return {
+        "step": state["step"],
+        "confidence_shift": round(shift, 3),
+        "ece_unseen_half": [round(e, 4) for e in unseen],
+        **report(result),
+    }
 
 
 def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
@@ -163,11 +181,6 @@ def restore(paths: Paths, state: dict[str, Any]) -> DSparkModel:
     model = DSparkModel(config, embed, head, state["draft_ids"])
     model.load_state_dict(state["model"])
     return model
-
-
-def num_target_layers(paths: Paths) -> int:
-    """Return the depth of the target."""
-    return int(read_config(paths.target)["num_hidden_layers"])
 
 
 def report(result: dict[str, dict[int, evaluate.Acceptance]]) -> dict[str, Any]:

@@ -46,6 +46,33 @@ def expected_calibration_error(predicted: Tensor, happened: Tensor, bins: int = 
     return float(sums.abs().sum() / len(predicted))
 
 
+def fit_shift(logits: Tensor, labels: Tensor) -> float:
+    """Return the constant that added to every logit [N, gamma] makes conditional acceptance right.
+
+    A head trained on text it has seen is too sure of itself everywhere; temperatures cannot move a
+    mean, so the head's own bias is corrected first: the sum of predicted probabilities over reached
+    slots must equal the number accepted. `labels` [N, gamma] are prefix acceptances.
+    """
+    reached = torch.cat((torch.ones_like(labels[:, :1]), labels[:, :-1]), 1).bool()
+    values, accepted = logits[reached].double(), labels[reached].double().sum()
+    low, high = -10.0, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float((values + middle).sigmoid().sum()) < float(accepted):
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def survival_error(logits: Tensor, labels: Tensor, temperatures: list[float]) -> list[float]:
+    """Return the calibration error of the survival at each slot, [gamma]."""
+    scaled = logits.double() / torch.tensor(temperatures, dtype=torch.float64)
+    survival = scaled.sigmoid().cumprod(1)
+    slots = range(labels.shape[1])
+    return [expected_calibration_error(survival[:, k], labels[:, k]) for k in slots]
+
+
 def fit(logits: Tensor, labels: Tensor) -> Calibration:
     """Fit one temperature a slot, left to right, keeping the survivals of earlier slots fixed.
 
@@ -53,8 +80,7 @@ def fit(logits: Tensor, labels: Tensor) -> Calibration:
     accepted. Every block enters at every slot and none was cut short by a scheduler, so the labels
     are those of the joint probability the product stands for.
     """
-    raw = logits.double().sigmoid().cumprod(1)
-    before = [expected_calibration_error(raw[:, k], labels[:, k]) for k in range(labels.shape[1])]
+    before = survival_error(logits, labels, [1.0] * labels.shape[1])
     survival = torch.ones(len(logits), dtype=torch.float64)
     temperatures, after = [], []
     for k in range(labels.shape[1]):

@@ -1,0 +1,50 @@
+"""The target's shell and its drafters, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from actors.core.messages import Endpoint
+from actors.link import Membership
+from actors.shell import DrafterFacts, Peers, Seat
+from actors.target import TargetActor
+from configs.schema import ClusterConfig
+from tests import ray_fakes
+
+MEMBERSHIP = Membership.create()
+
+
+def drafters_used(policy: str) -> list[str]:
+    """By a rank that was told of one drafter."""
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"dtype": "float32", "max_model_len": 512},
+            "target": {"kv_cache_tokens": 4096, "max_batch_tokens": 64},
+            "policy": {"name": policy},
+        }
+    )
+    seat = Seat("target-0", MEMBERSHIP, "127.0.0.1")
+    shell: Any = TargetActor(seat, config, ray_fakes.FakeTarget, ray_fakes.fake_step_times)
+    deadline = time.monotonic() + 10
+    while asyncio.run(shell.describe()).phase != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    endpoint = Endpoint("drafter-0", "drafter", "tcp://127.0.0.1:9", MEMBERSHIP.public_key, "e")
+    spec = ray_fakes.FakeDrafter(config, Seat("drafter-0", MEMBERSHIP)).spec
+    facts = DrafterFacts(endpoint, spec, ((1, 0.25), (16, 0.5)))
+    asyncio.run(shell.connect(Peers(version=1, drafters=(facts,))))
+    used = list(shell._rank.book.drafts.drafters)
+    asyncio.run(shell.stop())
+    return used
+
+
+@pytest.mark.parametrize(("policy", "used"), [("lagged", ["drafter-0"]), ("none", [])])
+def test_a_rank_that_never_verifies_a_draft_asks_and_waits_for_none(
+    policy: str, used: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert drafters_used(policy) == used
+    assert "is not used" not in caplog.text
