@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.joint import JointPlan, plan_group
 from actors.core.prefix_scheduler import allocate
 

@@ -17,7 +17,7 @@ from actors.core.classes import (
     plan_classes,
     solve,
 )
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
 from tests.pure.lockstep import curve, group, staircase
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from actors.core import joint
-from actors.core.cost import GroupTimes, SharedTime
+from actors.core.group_times import GroupTimes, SharedTime
 from actors.core.joint import plan_group
 from actors.core.prefix_scheduler import MIN_SURVIVAL, allocate, search
 from actors.core.slot_ranking import BinnedSlots, ExactSlots
