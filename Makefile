@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 ARGS ?=
 
-GROUPS := architecture pure torch_cpu ray_local http
+GROUPS := architecture pure torch_cpu interpreter ray_local http
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help setup serve test lint format oracle clean

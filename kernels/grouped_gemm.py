@@ -28,3 +28,22 @@ def grouped_apply(
         outputs.append(expert(own)[:count])
         start += count
     return torch.cat(outputs)
+
+
+def grouped_linear(
+    rows: Tensor, counts: Tensor, weights: Tensor, up: Tensor | None = None
+) -> Tensor:
+    """rows[i] @ weights[e].T for the counts[e] rows of each expert e; with `up`, silu of that times rows[i] @ up[e].T.
+
+    The torch twin of the grouped product. Rows [n, in] are sorted by expert, weights and up are [E, out, in].
+    """
+    gated = []
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        own = rows[start : start + count].float()
+        start += count
+        done = own @ weights[expert].float().T
+        if up is not None:
+            done = torch.nn.functional.silu(done) * (own @ up[expert].float().T)
+        gated.append(done)
+    return torch.cat(gated).to(rows.dtype)

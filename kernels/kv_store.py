@@ -39,6 +39,10 @@ class KvStore:
         """Store keys_values [B, 2 * kv_heads, head_dim] at the physical slots [B]."""
         self._slots[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
 
+    def pool(self, layer: int) -> Tensor:
+        """All of a layer, [2 * kv_heads, slots, head_dim], keys before values: what kernels read and write."""
+        return self._slots[layer]
+
     def rows_of(self, blocks: Tensor) -> Tensor:
         """What `read` wants to know of `blocks` [n]: the row of each, in every head, [2 * kv_heads * n]."""
         return (self._head_starts + blocks).view(-1)

@@ -29,5 +29,12 @@ def permutation(expert_ids: Tensor, num_experts: int) -> Permutation:
 def combine(copies: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
     """Sum of each token's copies [B * k, d], weighted by weights [B, k], always in the order of its k experts."""
     num_tokens, top_k = weights.shape
-    back = copies.index_select(0, permutation.place_of_copy).view(num_tokens, top_k, -1)
+    back = copies.index_select(0, permutation.place_of_copy).view(
+        num_tokens, top_k, copies.shape[1]
+    )
     return (back * weights[:, :, None]).sum(1)
+
+
+def permute(tokens: Tensor, order: Permutation) -> Tensor:
+    """Rows of tokens [B, d] as copies [B * k, d], sorted by expert."""
+    return tokens.index_select(0, order.token_of_copy)

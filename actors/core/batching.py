@@ -68,6 +68,7 @@ def build_plan(
     rounds: Slots,
     verify_len: Int32,
     chunks: Sequence[tuple[Request, int]],
+    token_bound: int = 0,
 ) -> StepPlan:
     """Lay out R rows: the rounds, then the prefill chunks.
 
@@ -75,6 +76,7 @@ def build_plan(
         rounds: [num_rounds] slots.
         verify_len: [num_rounds] draft tokens each of them sends, at most what its draft holds.
         chunks: requests and how many of their prompt tokens run now.
+        token_bound: see `StepPlan.token_bound`.
     """
     slots = np.concatenate((rounds, np.array([request.slot for request, _ in chunks], np.intp)))
     chunk_len = np.array([length for _, length in chunks], np.int32)
@@ -110,6 +112,7 @@ def build_plan(
         ),
         sampling=table.sampling.rows(slots),
         draft=_draft_tokens(table, slots, int(verify_len.max(initial=0))),
+        token_bound=token_bound,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.joint import JointPlan, plan_group
 from actors.core.prefix_scheduler import allocate
 
@@ -25,8 +25,13 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-MAX_BOOST = 64.0  # of a deadline's multiplier: one that cannot be met must not starve everybody else for ever
+MAX_BOOST = 16.0  # of a deadline's multiplier
 BOOST_STEP = 0.15  # how far the log of a multiplier follows the log of the gap, a served step
+MAX_MOVE = 0.06
+TRIAL_LOG = 2.0  # after the log of a multiplier has risen by this much, it must have helped: not sooner, for slots
+# come into play one level of the step time at a time
+MIN_ELASTICITY = 0.1  # log of speed gained over log of multiplier; less starves others for nothing
+HOLD_STEPS = 1000  # before a multiplier that did not help may rise again
 DEADLINE_TOLERANCE = 0.002  # relative
 SMOOTHING = 0.9  # of the served speeds
 
@@ -61,12 +66,15 @@ class ClassPrices:
         self.fairness = fairness
         self.speed = np.full(len(classes), np.nan)
         self._boost = np.ones(len(classes))
+        # Multiplier and speed at the start of the present trial, and the steps a failed one still holds.
+        self._trial_boost, self._trial_speed = np.ones(len(classes)), np.full(len(classes), np.nan)
+        self._hold = np.zeros(len(classes), np.int64)
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """Classes whose deadline is missed though their multiplier is at its bound."""
+        """Classes whose deadline is missed though their multiplier is at its bound, or rose without helping."""
         late = self.lateness_log() > DEADLINE_TOLERANCE
-        at_bound = self._boost >= MAX_BOOST
+        at_bound = (self._boost >= MAX_BOOST) | (self._hold > 0)
         return tuple(
             c.name for c, missed in zip(self.classes, late & at_bound, strict=True) if missed
         )
@@ -88,7 +96,25 @@ class ClassPrices:
         now = committed[served] / (num_rounds[served] * seconds)
         before = np.where(np.isnan(self.speed[served]), now, self.speed[served])
         self.speed[served] = SMOOTHING * before + (1 - SMOOTHING) * now
-        self.move(np.clip(BOOST_STEP * self.lateness_log(), -0.1, 0.1))
+        new = np.isnan(self._trial_speed)
+        self._trial_speed[new] = self.speed[new]
+        move = np.clip(BOOST_STEP * self.lateness_log(), -MAX_MOVE, MAX_MOVE)
+        self.move(np.where(self._hold > 0, np.minimum(move, 0.0), move))
+        self._hold = np.maximum(self._hold - 1, 0)
+        self._judge_trials()
+
+    def _judge_trials(self) -> None:
+        """Take back multipliers that rose without making their class faster: the deadline is out of reach."""
+        fresh = self._boost <= self._trial_boost
+        risen = np.log(self._boost / self._trial_boost)
+        gained = np.log(self.speed / self._trial_speed)  # nan for a class that was never served
+        over = ~fresh & (risen >= TRIAL_LOG)
+        futile = over & (gained < MIN_ELASTICITY * risen)
+        self._boost[futile] = self._trial_boost[futile]
+        self._hold[futile] = HOLD_STEPS
+        renew = fresh | over
+        self._trial_boost[renew] = self._boost[renew]
+        self._trial_speed[renew] = self.speed[renew]
 
     def move(self, log_boost: Float64) -> None:
         """Raise the multipliers by these logs [C], within their bounds."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.prefix_scheduler import MIN_SURVIVAL, Budget
 from actors.core.slot_ranking import BinnedSlots, ExactSlots, Slots
 

@@ -42,6 +42,9 @@ class StepPlan:
     samples: npt.NDArray[np.bool_]  # [R]
     sampling: SamplingBatch  # R rows
     draft: DraftTokens | None = None  # None when no row verifies anything
+    token_bound: int = 0
+    """Tokens the rounds of this step have at most under their lagged budget, whatever was drafted since; 0: not known.
+    An engine that pads steps to a size chooses it by this, so that the size tells nothing of current drafts (C3)."""
 
     def __post_init__(self) -> None:
         query_len = np.diff(self.cu_query_len)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from actors.core.capacity import RankView
 from actors.core.classes import ClassPrices, plan_classes
-from actors.core.cost import LockstepModel, RankStep, SharedTime
+from actors.core.cost import LockstepModel, RankStep
+from actors.core.group_times import SharedTime
 from actors.core.joint import JointPlan, plan_group
 from actors.core.messages import StepReport
 from actors.core.prefix_scheduler import MIN_SURVIVAL, Budget, lagged_budget

@@ -143,7 +143,15 @@ class Rank:
         decision = self._decide(rounds, shape.max_draft_tokens)
         num_spent = len(rounds) + int(decision.verify_len.sum())
         chunks = split_prefill(book.prefilling, limits.max_batch_tokens - num_spent)
-        plan = build_plan(self._step, table, limits.block_size, rounds, decision.verify_len, chunks)
+        plan = build_plan(
+            self._step,
+            table,
+            limits.block_size,
+            rounds,
+            decision.verify_len,
+            chunks,
+            token_bound=len(rounds) + decision.most_draft_tokens,
+        )
         rows = [request_at(table, slot) for slot in rounds.tolist()]
         rows += [request for request, _ in chunks]
         waited_s = 0.0 if self._waiting_since is None else now - self._waiting_since

@@ -144,6 +144,11 @@ class StepDecision:
     room: int  # draft tokens the step could hold
     is_unasked: Mask | None = None  # [R] no block was asked for: drafting did not pay; None: nobody
 
+    @property
+    def most_draft_tokens(self) -> int:
+        """Draft tokens the lagged budget could have scheduled, whatever the current survivals."""
+        return max(0, min(self.choice.max_draft_tokens, self.room, self.survivals.size))
+
     def cut_by(self, row: int) -> CutRule:
         """Which rule ended the verified prefix of a row; "fallback" when it had no draft although it could be.
 

@@ -16,7 +16,7 @@ from actors.core.sampling import SamplingParams
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.engine.trial import GREEDY, TrialSequences
 from configs.schema import ClusterConfig
-from kernels.ragged_attention import attend
+from kernels.ragged_attention import AttentionLayout, attend
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ def breakdown_ms(engine: TorchTargetEngine, num_requests: int) -> dict[str, floa
         queries = qkv[:, :width].view(len(x), -1, dim)
         keys_values = qkv[:, width:].view(len(x), -1, dim)
         mixed = queries.reshape(len(x), -1)
+        layout = inputs.attention
+        assert isinstance(layout, AttentionLayout)
 
         def linears() -> None:
             for layer in model.layers:
@@ -171,7 +173,7 @@ def breakdown_ms(engine: TorchTargetEngine, num_requests: int) -> dict[str, floa
         def attention() -> None:
             for index in range(len(model.layers)):
                 store.write(index, inputs.slots, keys_values)
-                attend(queries, store, index, inputs.attention)
+                attend(queries, store, index, layout)
 
         def norms() -> None:
             for layer in model.layers:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.packed_linear import GatedMlp, Linear
+from kernels import dispatch
 from kernels.grouped_gemm import grouped_apply
 from kernels.token_permute import combine, permutation
 
@@ -53,3 +54,34 @@ class MoeLayer:
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The result plus `residual`, which is left alone."""
         return self(x).add_(residual)
+
+
+class StackedMoeLayer(MoeLayer):
+    """The same on a GPU: experts in three stacks, their row counts never leave the device.
+
+    Args:
+        gate, up: [num_experts, intermediate, hidden]; down: [num_experts, hidden, intermediate].
+    """
+
+    def __init__(
+        self,
+        router: Linear,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        top_k: int,
+        normalise_top_k: bool,
+    ) -> None:
+        super().__init__(router, (), top_k, normalise_top_k, min_rows=1)
+        self.gate, self.up, self.down = gate, up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        weights, expert_ids = self.route(x)
+        order = dispatch.chosen("permutation", kind)(expert_ids, len(self.gate))
+        multiply = dispatch.chosen("grouped_linear", kind)
+        rows = dispatch.chosen("permute", kind)(x, order)
+        inner = multiply(rows, order.counts, self.gate, self.up)
+        done = multiply(inner, order.counts, self.down)
+        out: Tensor = dispatch.chosen("combine", kind)(done, weights, order)
+        return out

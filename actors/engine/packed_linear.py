@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import dispatch
+
 PACK_ROWS = 16  # rows the layout is chosen for; it serves any number
 
 Numerics = Literal["reproducible", "fast"]
@@ -53,28 +55,41 @@ class Linear:
         if self.is_packed:
             out: Tensor = self._unary(x, self._weight, self.bias, "none", [], "")
             return out
-        return F.linear(x, self._weight, self.bias)
+        return self._product(x)
 
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the result."""
         if self.is_packed:
             out: Tensor = self._unary(x, self._weight, self.bias, "swish", [], "")
             return out
-        return F.silu(F.linear(x, self._weight, self.bias))
+        return F.silu(self._product(x))
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """The result times `factor` [M, out]."""
         if self.is_packed:
             out: Tensor = self._binary(x, factor, self._weight, self.bias, "mul")
             return out
-        return F.linear(x, self._weight, self.bias).mul_(factor)
+        return self._product(x).mul_(factor)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The result plus `residual` [M, out]; `residual` is left alone."""
         if self.is_packed:
             out: Tensor = self._binary(x, residual, self._weight, self.bias, "add")
             return out
-        return F.linear(x, self._weight, self.bias).add_(residual)
+        return self._product(x).add_(residual)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self.bias)
+
+
+class TiledLinear(Linear):
+    """The same on a GPU, from tiles of one size summed in one order: a row's bits do not depend on the others."""
+
+    def _product(self, x: Tensor) -> Tensor:
+        counts = torch.full((1,), len(x), device=x.device)
+        grouped = dispatch.chosen("grouped_linear", x.device.type)
+        out: Tensor = grouped(x, counts, self._weight[None])
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class GatedMlp:
@@ -84,17 +99,24 @@ class GatedMlp:
     one product over stacked weights.
     """
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, biases: Biases = NO_BIASES) -> None:
-        self.down = Linear(down, biases[2])
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        biases: Biases = NO_BIASES,
+        make: type[Linear] = Linear,
+    ) -> None:
+        self.down = make(down, biases[2])
         self._is_fused = not packs(gate)
         if self._is_fused:
             stacked = None
             if biases[0] is not None and biases[1] is not None:
                 stacked = torch.cat([biases[0], biases[1]])
-            self._gate_up = Linear(torch.cat([gate, up]), stacked)
+            self._gate_up = make(torch.cat([gate, up]), stacked)
         else:
-            self._gate = Linear(gate, biases[0])
-            self._up = Linear(up, biases[1])
+            self._gate = make(gate, biases[0])
+            self._up = make(up, biases[1])
 
     def inner(self, x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x), [M, intermediate]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,17 @@ from torch import Tensor
 from actors.core.layout import StepPlan, StepResult
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
+from actors.engine.paged_step import CudaGraphRecorder, PagedForward
 from actors.engine.row_invariance import rows_are_invariant
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
 from configs.schema import ClusterConfig
+from kernels import dispatch
 from kernels.kv_store import KvStore
 from kernels.ragged_attention import Tiling, attention_layout, ragged_rows
 from kernels.rejection import verify, verify_batch
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HASHED_BYTES = 1 << 20  # of both ends of a weight file: a hub model would take minutes in full
 
@@ -36,6 +40,11 @@ class TorchTargetEngine:
 
     def __init__(self, model: TargetModel, store: KvStore, spec: TargetSpec) -> None:
         self.model, self.store, self.spec = model, store, spec
+        self.paged: PagedForward | None = None
+        if model.device.type == "cuda":
+            self.paged = PagedForward(
+                model, store, spec.tap_layer_ids, spec.max_model_len, CudaGraphRecorder()
+            )
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 
     @torch.inference_mode()
@@ -70,6 +79,8 @@ class TorchTargetEngine:
         )
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        if self.paged is not None:
+            return self.paged(plan)
         inputs = self.inputs(plan)
         hidden, taps = self.model.forward(inputs, self.store, self.spec.tap_layer_ids)
         num = plan.batch_tokens
@@ -166,6 +177,7 @@ def load_engine(
         block_size=block_size,
         identity=identity(model_dir, config),
     )
+    log.info("%s", dispatch.describe(device.type))
     return TorchTargetEngine(model, new_store(model, num_blocks, block_size), spec)
 
 

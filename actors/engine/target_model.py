@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from actors.engine.checkpoint import ModelConfig, RopeConfig, check_tensors, expert_names
-from actors.engine.experts import MoeLayer
-from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, min_rows
+from actors.engine.experts import MoeLayer, StackedMoeLayer
+from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, TiledLinear, min_rows
 from actors.engine.weights import CheckpointError
+from kernels import dispatch
 from kernels.kv_store import KvStore
+from kernels.paged_attention import PagedLayout
 from kernels.ragged_attention import AttentionLayout, attend
 from kernels.rms_norm import RmsNorm
 
@@ -38,8 +40,8 @@ class StepInputs:
 
     token_ids: Tensor  # [B]
     positions: Tensor  # [B]
-    slots: Tensor  # [B]
-    attention: AttentionLayout
+    slots: Tensor  # [B]; -1: a token that only pads the step (paged layout alone)
+    attention: AttentionLayout | PagedLayout
 
 
 class TargetModel:
@@ -64,11 +66,14 @@ class TargetModel:
     ) -> None:
         check_tensors(tensors, config)
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        # What a GPU needs for rows that do not depend on each other; oneDNN gives it on a CPU.
+        is_tiled = device.type == "cuda" and numerics == "reproducible"
+        self._linear = TiledLinear if is_tiled else Linear
         source = _Source(tensors, dtype, device)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = source.take("model.embed_tokens.weight", *table)
         head = self.embedding if config.tied_embeddings else source.take("lm_head.weight", *table)
-        self.head = Linear(head)
+        self.head = self._linear(head)
         self.final_norm = self._norm(source, "model.norm")
         self.layers = [self._layer(source, i) for i in range(config.num_layers)]
         self._rotation = rotation_table(config.rope, config.head_dim, max_len).to(device)
@@ -90,9 +95,9 @@ class TargetModel:
             if config.qkv_bias:
                 bias = source.take(f"{name}.bias", width)
                 biases.append(pair_halves(bias, config.head_dim) if turned else bias)
-        qkv = Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        qkv = self._linear(torch.cat(weights), torch.cat(biases) if biases else None)
         out_name = f"{attention}.o_proj"
-        output = Linear(
+        output = self._linear(
             source.take(f"{out_name}.weight", hidden, config.num_heads * config.head_dim),
             source.take(f"{out_name}.bias", hidden) if config.output_bias else None,
         )
@@ -128,24 +133,30 @@ class TargetModel:
                 source.take(f"{prefix}.mlp.{p}_proj.bias", shape[0]) for p, shape in shapes.items()
             )
             biases = (a, b, c)
-        return GatedMlp(gate, up, down, biases)
+        return GatedMlp(gate, up, down, biases, self._linear)
 
     def _moe(self, source: _Source, prefix: str) -> MoeLayer:
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
         router, experts, (gate, up, down) = expert_names(self.config)
         inner = moe.intermediate_size
-        loaded = []
-        for index in range(moe.num_experts):
+
+        def weights(index: int) -> tuple[Tensor, Tensor, Tensor]:
             own = f"{prefix}.{experts}.{index}"
-            weights = (
+            return (
                 source.take(f"{own}.{gate}", inner, hidden),
                 source.take(f"{own}.{up}", inner, hidden),
                 source.take(f"{own}.{down}", hidden, inner),
             )
-            loaded.append(GatedMlp(*weights))
-        route = Linear(source.take(f"{prefix}.{router}", moe.num_experts, hidden))
-        return MoeLayer(route, loaded, moe.top_k, moe.normalise_top_k, min_rows(self.numerics))
+
+        indices = range(moe.num_experts)
+        route = self._linear(source.take(f"{prefix}.{router}", moe.num_experts, hidden))
+        if self.device.type == "cuda":
+            gates, ups, downs = zip(*map(weights, indices), strict=True)
+            stacks = (torch.stack(gates), torch.stack(ups), torch.stack(downs))
+            return StackedMoeLayer(route, *stacks, moe.top_k, moe.normalise_top_k)
+        made = [GatedMlp(*weights(index)) for index in indices]
+        return MoeLayer(route, made, moe.top_k, moe.normalise_top_k, min_rows(self.numerics))
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -157,30 +168,71 @@ class TargetModel:
         Returns the last layer's output [B, hidden], not yet normed, and the outputs of the tapped layers
         [B, num_taps * hidden], in the order of `tap_layer_ids`.
         """
-        config, batch = self.config, len(inputs.token_ids)
-        dim, num_turned = config.head_dim, config.num_heads + config.num_kv_heads
-        q_width, turned_width = config.num_heads * dim, num_turned * dim
-        rotation = self._rotations(inputs.positions)
-        is_fp32 = self.dtype == torch.float32
         taps: dict[int, Tensor] = {}
         x = self.embedding.index_select(0, inputs.token_ids)
+        factors = None
+        if isinstance(inputs.attention, AttentionLayout):
+            factors = self._rotations(inputs.positions)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.input_norm(x))
-            # [B, heads + kv_heads, head_dim] in fp32: a view where the model is fp32, else a copy
-            turned = qkv[:, :turned_width].float().view(batch, num_turned, dim)
-            if layer.qk_norm is not None:
-                turned.copy_(layer.qk_norm(turned))
-            torch.view_as_complex(turned.view(batch, num_turned, -1, 2)).mul_(rotation)
-            if not is_fp32:
-                qkv[:, :turned_width].copy_(turned.view(batch, -1))
-            store.write(index, inputs.slots, qkv[:, q_width:].view(batch, -1, dim))
-            queries = qkv[:, :q_width].view(batch, -1, dim)
-            mixed = attend(queries, store, index, inputs.attention)
+            if isinstance(inputs.attention, PagedLayout):
+                mixed = self._mix_paged(qkv, layer, index, inputs, inputs.attention, store)
+            else:
+                assert factors is not None
+                mixed = self._mix(qkv, layer, index, inputs, inputs.attention, store, factors)
             x = layer.output.plus(mixed, x)
             x = layer.mlp.plus(layer.mlp_norm(x), x)
             if index in tap_layer_ids:
                 taps[index] = x
         return x, torch.cat([taps[i] for i in tap_layer_ids], -1) if tap_layer_ids else None
+
+    def _mix(
+        self,
+        qkv: Tensor,
+        layer: DecoderLayer,
+        index: int,
+        inputs: StepInputs,
+        layout: AttentionLayout,
+        store: KvStore,
+        factors: Tensor,
+    ) -> Tensor:
+        """Norm and turn q and k in place, store k and v, attend: [B, heads * head_dim]."""
+        config, batch, dim = self.config, len(qkv), self.config.head_dim
+        num_turned = config.num_heads + config.num_kv_heads
+        q_width, turned_width = config.num_heads * dim, num_turned * dim
+        # [B, heads + kv_heads, head_dim] in fp32: a view where the model is fp32, else a copy
+        turned = qkv[:, :turned_width].float().view(batch, num_turned, dim)
+        if layer.qk_norm is not None:
+            turned.copy_(layer.qk_norm(turned))
+        torch.view_as_complex(turned.view(batch, num_turned, -1, 2)).mul_(factors)
+        if self.dtype != torch.float32:
+            qkv[:, :turned_width].copy_(turned.view(batch, -1))
+        store.write(index, inputs.slots, qkv[:, q_width:].view(batch, -1, dim))
+        return attend(qkv[:, :q_width].view(batch, -1, dim), store, index, layout)
+
+    def _mix_paged(
+        self,
+        qkv: Tensor,
+        layer: DecoderLayer,
+        index: int,
+        inputs: StepInputs,
+        layout: PagedLayout,
+        store: KvStore,
+    ) -> Tensor:
+        """The same in two kernels, for a GPU."""
+        config, pool, kind = self.config, store.pool(index), qkv.device.type
+        queries = dispatch.chosen("rope_store", kind)(
+            qkv,
+            None if layer.qk_norm is None else layer.qk_norm.weight,
+            config.norm_eps,
+            self._rotation,
+            inputs.positions,
+            inputs.slots,
+            pool,
+            config.head_dim**-0.5,
+        )
+        mixed: Tensor = dispatch.chosen("attend_paged", kind)(queries, pool, layout)
+        return mixed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head of hidden [L, hidden]: [L, vocab_size]."""

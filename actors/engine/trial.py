@@ -83,6 +83,7 @@ class TrialSequences:
             samples=np.full(len(rows), True),
             sampling=SamplingBatch.of(list(sampling or [GREEDY] * len(rows))),
             draft=_certain_drafts(tokens, verify_len, draft_top_k) if verify_len.any() else None,
+            token_bound=int(counts.sum()) if rounds else 0,
         )
 
     def logits(self, query_len: dict[int, int]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.cost import GroupTimes, SharedTime, drafting_s
+from actors.core.group_times import GroupTimes, SharedTime, drafting_s
 from actors.core.messages import Endpoint, RankProfile
 from actors.core.sps import CostCurve
 from cluster.simulation.scenario import Curve, Machine

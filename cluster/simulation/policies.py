@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from actors.core.capacity import Allocator, LocalPolicy
 from actors.core.classes import ClassPrices, ServiceClass, allocate_classes
-from actors.core.cost import split_profiles
+from actors.core.group_times import split_profiles
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, StepReport
 from actors.core.prefix_scheduler import allocate

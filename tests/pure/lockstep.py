@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.cost import GroupTimes, SharedTime
+from actors.core.group_times import GroupTimes, SharedTime
 from actors.core.sps import CostCurve
 
 FREE = SharedTime.none()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from actors.core.classes import (
+    HOLD_STEPS,
     MAX_BOOST,
     ClassPrices,
     ServiceClass,
@@ -16,7 +17,7 @@ from actors.core.classes import (
     plan_classes,
     solve,
 )
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
 from tests.pure.lockstep import curve, group, staircase
 
@@ -116,6 +117,29 @@ def test_shortest_and_longest_lengths_hold_whatever_the_slots_are_worth() -> Non
     assert lens.tolist() == [4] * 4 + [0] + [1] * 3 + [4] * 4
     plan = plan_classes(shown, ids, requests, dear, prices)
     assert plan.max_draft_tokens[0] == 8
+    everything = allocate_classes(shown, 99, 0.0, np.full(12, GAMMA), ids, prices)
+    assert everything[4:8].tolist() == [1] * 4
+
+
+def test_a_row_without_a_proposal_has_nothing_to_force() -> None:
+    rng = np.random.default_rng(4)
+    shown, requests, ids = survivals(rng, 4), np.array([4]), np.zeros(4, np.int64)
+    shown[0] = 0.0
+    prices = ClassPrices([ServiceClass("least", min_verify_len=2)])
+    dear = group([curve([1, 4, 100], [1.0, 1.0, 300.0])], requests)
+    assert verified(shown, ids, requests, dear, prices).tolist() == [0, 2, 2, 2]
+    assert plan_classes(shown, ids, requests, dear, prices).max_draft_tokens[0] == 6
+
+
+def test_forced_slots_fill_the_step_before_any_other_is_weighed() -> None:
+    """Eight requests and their sixteen forced slots end a tread: one token more is not worth the next."""
+    rng = np.random.default_rng(5)
+    shown, requests, ids = survivals(rng, 8), np.array([8]), np.zeros(8, np.int64)
+    prices = ClassPrices([ServiceClass("least", min_verify_len=2)])
+    stairs = group([staircase(96, 24, 1.0, 5.0)], requests)
+    plan = plan_classes(shown, ids, requests, stairs, prices)
+    assert plan.max_draft_tokens[0] == 16
+    assert plan.step_time_s == 1.0
 
 
 def contended(seed: int) -> tuple[Float32, Int64, Int64, GroupTimes]:
@@ -179,14 +203,43 @@ def test_a_deadline_that_cannot_be_met_is_named() -> None:
     assert prices.weights().min() == pytest.approx(1 / MAX_BOOST)
 
 
+def serve(prices: ClassPrices, elasticity: float, num_steps: int) -> list[float]:
+    """Weight of the second class over steps in which the first answers its multiplier so strongly."""
+    weights = []
+    for _ in range(num_steps):
+        relative = prices.weights()
+        speed = 2.0 * (relative[0] / relative[1]) ** elasticity
+        prices.observe(np.array([10, 10]), np.array([10 * speed, 40.0]), 1.0)
+        weights.append(float(prices.weights()[1]))
+    return weights
+
+
+def test_a_multiplier_that_does_not_help_is_taken_back_and_the_deadline_named() -> None:
+    classes = [ServiceClass("late", max_tpot_s=0.1), ServiceClass("others")]
+    futile = ClassPrices(classes)
+    weights = serve(futile, 0.0, 400)
+    assert 0.1 < min(weights) < 0.2  # the trial
+    assert weights[60:] == [1.0] * (len(weights) - 60)
+    assert futile.unmet == ("late",)
+    helped = ClassPrices(classes)
+    weights = serve(helped, 0.8, 400)
+    assert helped.speed[0] == pytest.approx(10.0, rel=0.02)
+    assert helped.unmet == ()
+
+
+def test_a_multiplier_that_did_not_help_is_tried_again_later() -> None:
+    prices = ClassPrices([ServiceClass("late", max_tpot_s=0.1), ServiceClass("others")])
+    serve(prices, 0.0, 100)
+    serve(prices, 0.8, HOLD_STEPS + 200)
+    assert prices.speed[0] == pytest.approx(10.0, rel=0.02)
+
+
 def test_a_deadline_with_slack_costs_nothing_and_its_price_falls_back() -> None:
     prices = ClassPrices([ServiceClass("a", max_tpot_s=0.1), ServiceClass("b")])
-    rounds = np.array([10, 10])
-    for _ in range(200):
-        prices.observe(rounds, np.array([10.0, 40.0]), 0.5)  # 2 tokens/s: late
+    serve(prices, 0.8, 200)
     assert prices.weights()[1] < 0.2
     for _ in range(400):
-        prices.observe(rounds, np.array([40.0, 40.0]), 0.1)  # 40 tokens/s
+        prices.observe(np.array([10, 10]), np.array([40.0, 40.0]), 0.1)  # 40 tokens/s
     assert prices.weights().tolist() == [1.0, 1.0]
 
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.core.cost import (
-    MIN_SERVED_STEPS,
-    SURPRISES_TO_RESTART,
-    GroupTimes,
-    LockstepModel,
-    RankStep,
-    SharedTime,
-    drafting_s,
-    split_profiles,
-)
+from actors.core.cost import MIN_SERVED_STEPS, SURPRISES_TO_RESTART, LockstepModel, RankStep
+from actors.core.group_times import GroupTimes, SharedTime, drafting_s, split_profiles
 from actors.core.sps import CostCurve
 from tests.pure.lockstep import curve, group, random_curve, staircase
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from actors.core import joint
-from actors.core.cost import GroupTimes, SharedTime
+from actors.core.group_times import GroupTimes, SharedTime
 from actors.core.joint import plan_group
 from actors.core.prefix_scheduler import MIN_SURVIVAL, allocate, search
 from actors.core.slot_ranking import BinnedSlots, ExactSlots
@@ -246,14 +246,13 @@ def test_both_rankings_agree_on_what_a_rank_gains() -> None:
 
 
 def test_many_equal_survivals_are_cut_where_the_shared_cost_has_its_cliff() -> None:
-    """A bin is not all or nothing: a quarter of it may be what fits before the cliff."""
-    requests = np.array([100])
-    survivals = np.full((100, 4), 0.6, np.float32)
-    cliff = SharedTime(np.array([100.0, 205.0, 206.0, 600.0]), np.array([0.0, 0.0, 9.0, 9.0]))
-    plan = plan_group(
-        survivals, requests, group([curve([1, 600], [1.0, 1.0])] * 1, requests, cliff)
-    )
-    assert plan.max_draft_tokens[0] == 100
+    """A bin is not all or nothing: a quarter of it fits before the cliff, and no common length fits as well."""
+    requests = np.array([96])
+    survivals = np.full((96, 5), 0.6, np.float32)
+    cliff = SharedTime(np.array([96.0, 226.0, 227.0, 600.0]), np.array([0.0, 0.0, 9.0, 9.0]))
+    flat = curve([1, 600], [1.0, 1.0])
+    plan = plan_group(survivals, requests, group([flat], requests, cliff))
+    assert (plan.rule, plan.max_draft_tokens[0]) == ("joint", 120)
 
 
 def test_the_plan_in_force_stays_until_another_is_clearly_better() -> None:
@@ -269,5 +268,6 @@ def test_the_plan_in_force_stays_until_another_is_clearly_better() -> None:
     assert rate(survivals, requests, times, far) < 0.9 * best.throughput
     replaced = plan_group(survivals, requests, times, incumbent=far)
     assert (replaced.max_draft_tokens == best.max_draft_tokens).all()
-    swollen = plan_group(survivals, requests, times, incumbent=np.array([10**6, 10**6]))
-    assert swollen.max_draft_tokens.max() <= 210
+    free = group([curve([1, 9], [1.0, 1.0])] * 2, requests)
+    swollen = plan_group(survivals, requests, free, incumbent=np.array([10**6, 10**6]))
+    assert swollen.max_draft_tokens.tolist() == [210, 210]

@@ -11,7 +11,7 @@ import torch
 
 from actors.core.capacity import Allocator
 from actors.core.classes import ClassPrices, ServiceClass, allocate_classes, plan_classes
-from actors.core.cost import GroupTimes
+from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport

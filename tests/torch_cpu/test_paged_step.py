@@ -1,0 +1,155 @@
+"""The GPU's forward, up to the launch: paged layout, captured tiers, stacked experts, run here on the torch twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.core.layout import StepPlan
+from actors.engine.experts import MoeLayer, StackedMoeLayer
+from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
+from actors.engine.paged_step import Outputs, PagedForward, Recorded
+from actors.engine.target_engine import TorchTargetEngine, new_store
+from actors.engine.trial import TrialSequences
+from kernels import dispatch
+from tests.torch_cpu.tiny_target import CONFIG, TAPS, tiny_engine
+
+
+class ReplayingRecorder:
+    """A graph as a fake: replaying computes from the same static inputs into the same outputs."""
+
+    def __init__(self) -> None:
+        self.num_records = 0
+
+    def record(self, run: Callable[[], Outputs]) -> Recorded:
+        self.num_records += 1
+        hidden, taps = run()
+        assert taps is not None
+
+        def replay() -> None:
+            again, tapped = run()
+            assert tapped is not None and taps is not None
+            hidden.copy_(again)
+            taps.copy_(tapped)
+
+        return Recorded(replay, (hidden, taps))
+
+
+class RefusingRecorder:
+    def record(self, run: Callable[[], Outputs]) -> Recorded:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def engine() -> TorchTargetEngine:
+    torch.set_num_threads(1)
+    return tiny_engine("cpu")
+
+
+def paged(
+    engine: TorchTargetEngine, recorder: ReplayingRecorder | RefusingRecorder | None
+) -> PagedForward:
+    # Free slots are not numbers: reading one shows.
+    store = new_store(engine.model, 64, 16)
+    for layer in range(CONFIG.num_layers):
+        store.pool(layer).fill_(torch.nan)
+    return PagedForward(engine.model, store, TAPS, 128, recorder)
+
+
+def steps(engine: TorchTargetEngine) -> list[StepPlan]:
+    """Prompts, then ragged rounds, one of which goes back over rejected drafts."""
+    ids = [np.random.default_rng(row).integers(0, 60, 60) for row in range(3)]
+    rows = TrialSequences(engine, ids)
+    plans = [rows.plan({0: 17, 1: 1, 2: 30})]
+    for query_len in ({0: 4, 1: 1, 2: 2}, {0: 1, 2: 3}, {1: 2}, {0: 4, 1: 4, 2: 4}):
+        plan = rows.plan(query_len, rounds=True)
+        bound = plan.num_requests + 9
+        plans.append(replace(plan, token_bound=bound))
+        rows.length[0] -= 1
+    return plans
+
+
+def check(engine: TorchTargetEngine, forward: PagedForward) -> None:
+    with torch.inference_mode():
+        for plan in steps(engine):
+            want, want_taps = engine._forward(plan)
+            hidden, taps = forward(plan)
+            assert taps is not None and want_taps is not None
+            torch.testing.assert_close(hidden, want, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(taps, want_taps, atol=2e-5, rtol=1e-4)
+
+
+def test_paged_kernels_compute_the_same_steps(engine: TorchTargetEngine) -> None:
+    check(engine, paged(engine, None))
+
+
+def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(engine: TorchTargetEngine) -> None:
+    recorder = ReplayingRecorder()
+    forward = paged(engine, recorder)
+    check(engine, forward)
+    # Bounds 12, 11, 10 and 12 are all of tier 12, whatever was scheduled.
+    assert recorder.num_records == 1
+    assert forward.num_replays == 4
+
+
+def test_the_tier_of_a_step_follows_from_its_bound_alone(engine: TorchTargetEngine) -> None:
+    forward = paged(engine, None)
+    rows = TrialSequences(engine, [np.arange(50), np.arange(50)])
+    few, many = rows.plan({0: 1, 1: 1}, rounds=True), rows.plan({0: 5, 1: 3}, rounds=True)
+    assert forward.tier_of(replace(few, token_bound=10)) == 12
+    assert forward.tier_of(replace(many, token_bound=10)) == 12
+    assert forward.tier_of(replace(few, token_bound=0)) is None
+    chunk = rows.plan({0: 6})
+    assert forward.tier_of(replace(chunk, token_bound=10)) is None
+
+
+def test_a_failed_capture_is_counted_and_steps_run_on(
+    engine: TorchTargetEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = paged(engine, RefusingRecorder())
+    check(engine, forward)
+    assert forward.num_capture_failures == 1
+    assert "could not be captured" in caplog.text
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_stacked_experts_are_the_same_layer(normalise: bool) -> None:
+    rng = torch.Generator().manual_seed(1)
+    router = Linear(torch.randn(4, 16, generator=rng))
+    gate, up = (torch.randn(4, 12, 16, generator=rng) * 0.3 for _ in range(2))
+    down = torch.randn(4, 16, 12, generator=rng) * 0.3
+    loose = [GatedMlp(*weights) for weights in zip(gate, up, down, strict=True)]
+    x = torch.randn(9, 16, generator=rng)
+    want = MoeLayer(router, loose, 2, normalise, 1)(x)
+    found = StackedMoeLayer(router, gate, up, down, 2, normalise)(x)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_tiled_product_is_the_plain_one() -> None:
+    rng = torch.Generator().manual_seed(1)
+    weight, bias, x = (torch.randn(s, generator=rng) for s in ((5, 8), (5,), (3, 8)))
+    tiled = TiledLinear(weight.bfloat16(), bias.bfloat16())
+    tiled.is_packed = False  # as on a GPU
+    tiled._weight = weight.bfloat16()
+    want = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    torch.testing.assert_close(tiled(x.bfloat16()), want, atol=0.1, rtol=0.05)
+
+
+def test_a_machine_without_triton_still_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.chosen.cache_clear()
+    monkeypatch.setattr(dispatch, "triton_version", lambda: None)
+    assert {dispatch.implementation(op, "cuda") for op in dispatch.OPS} == {"reference"}
+    assert all(callable(dispatch.chosen(op, "cuda")) for op in dispatch.OPS)
+    assert "install Triton" in dispatch.describe("cuda")
+    dispatch.chosen.cache_clear()
+
+
+def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_version", lambda: "9.9")
+    assert {dispatch.implementation(op, "cuda") for op in dispatch.OPS} == {"triton"}
+    assert {dispatch.implementation(op, "cpu") for op in dispatch.OPS} == {"reference"}
+    assert dispatch.describe("cuda") == "kernels on cuda: Triton 9.9"
