@@ -16,6 +16,7 @@ import numpy.typing as npt
 from actors.core.layout import DraftTokens, StepPlan
 from actors.core.request import Request
 from actors.core.row_table import RowTable, Slots
+from actors.core.verify_decision import DraftFacts
 
 Int32 = npt.NDArray[np.int32]
 
@@ -47,6 +48,20 @@ def shape_step(
         ready = ready[oldest_first[:max_rounds]]
     rounds = ready[np.argsort(table.arrival[ready])]
     return StepShape(rounds, floor, max_rounds - len(rounds))
+
+
+def draft_facts(
+    step: int,
+    table: RowTable,
+    num_askable: int,
+    prefilling: Sequence[Request],
+    max_batch_tokens: int,
+) -> DraftFacts:
+    """What the step to come looks like before any block of it exists."""
+    num_rounds = int(table.is_running.sum())
+    room = max(0, max_batch_tokens - num_rounds)
+    prefill_left = sum(request.num_prefill_left for request in prefilling)
+    return DraftFacts(step, num_askable, num_rounds, min(prefill_left, room), room)
 
 
 def split_prefill(prefilling: Sequence[Request], num_tokens: int) -> list[tuple[Request, int]]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.admission import RankLimits
-from actors.core.batching import build_plan, request_at, shape_step, split_prefill
+from actors.core.batching import build_plan, draft_facts, request_at, shape_step, split_prefill
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import (
     AbortRequest,
@@ -39,7 +39,7 @@ from actors.core.request import Request
 from actors.core.request_book import RequestBook
 from actors.core.row_table import Mask, Slots
 from actors.core.step_commit import StepInFlight, commit_step
-from actors.core.verify_decision import DraftFacts, StepDecision, VerifyDecider
+from actors.core.verify_decision import StepDecision, VerifyDecider
 
 Outgoing = list[tuple[Endpoint, Message]]
 
@@ -206,18 +206,15 @@ class Rank:
 
     def _choose_drafting(self, rows: Sequence[Request], num_kept: npt.NDArray[np.int32]) -> Mask:
         """Slots [S] that are asked for a block for the next step: those that can use one, while drafting pays."""
-        table, limits, prefilling = self.book.table, self.limits, self.book.prefilling
+        table = self.book.table
         asked: Mask = np.zeros(table.num_slots, np.bool_)
         slots = np.array([request.slot for request in rows], np.intp)[num_kept > 0]
         slots = slots[table.is_running[slots]]
         if not len(slots) or not self.book.drafts.drafters:
             return asked
-        num_rounds = int(table.is_running.sum())
-        room = max(0, limits.max_batch_tokens - num_rounds)
-        num_prefill = min(sum(request.num_prefill_left for request in prefilling), room)
-        choice = self.decider.choose_drafting(
-            DraftFacts(self._step, len(slots), num_rounds, num_prefill, room)
-        )
+        most = self.limits.max_batch_tokens
+        facts = draft_facts(self._step, table, len(slots), self.book.prefilling, most)
+        choice = self.decider.choose_drafting(facts)
         asked[slots] = choice.asks
         self.counters.num_draft_pauses += choice.event == "pause"
         self.counters.num_draft_probes += choice.event == "probe"

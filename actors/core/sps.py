@@ -109,7 +109,8 @@ def draft_times_at(
     known, times = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     wanted = num_requests.astype(np.float64)
     slope = max((times[-1] - times[-2]) / (known[-1] - known[-2]), 0.0) if len(known) > 1 else 0.0
-    return np.interp(wanted, known, times) + slope * np.maximum(wanted - known[-1], 0.0)
+    beyond: Float64 = slope * np.maximum(wanted - known[-1], 0.0)
+    return np.interp(wanted, known, times) + beyond
 
 
 def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Float64]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,118 +17,10 @@ from actors.core.draft_pause import (
     PROBE_EVERY,
     DraftPause,
     NeverDraft,
-    drafting_gain,
 )
-from actors.core.messages import RankProfile
 from actors.core.prefix_scheduler import LAG_STEPS
-from actors.core.sps import CostCurve, RankTimes
-from actors.core.verify_decision import DraftFacts
-from tests.pure.scripted_drafter import RANK
-
-GAMMA = 3
-
-
-def measured(draft_s: float = 0.02, token_s: float = 0.125) -> RankTimes:
-    """A step costs a second up to 8 tokens and `token_s` for each one more; drafting costs `draft_s` a request."""
-    sizes = np.array([1, 8, 64, 128], np.int32)
-    profile = RankProfile(
-        RANK, "", sizes, sizes, 1.0 + token_s * np.array([0, 0, 56, 120]), draft_s * sizes, GAMMA
-    )
-    times = RankTimes()
-    times.measured(CostCurve.of(profile))
-    return times
-
-
-def blocks(count: int, confidence: float = 0.8) -> np.ndarray:
-    return np.cumprod(np.full((count, GAMMA), confidence, np.float32), axis=1)
-
-
-def facts(
-    num_rounds: int, step: int = 0, askable: int | None = None, room: int = 999
-) -> DraftFacts:
-    return DraftFacts(step, num_rounds if askable is None else askable, num_rounds, 0, room)
-
-
-@dataclass
-class Run:
-    """A pause under a load: every block that is asked for comes, one step later."""
-
-    pause: DraftPause
-    confidence: float = 0.8
-    step: int = 0
-    asked: list[int] = field(default_factory=list)  # rows a step
-    events: list[str] = field(default_factory=list)
-
-    def go(self, steps: int, num_rounds: int) -> None:
-        for _ in range(steps):
-            choice = self.pause.choose(facts(num_rounds, self.step))
-            self.asked.append(int(choice.asks.sum()))
-            self.events.append(choice.event)
-            if choice.asks.any():
-                self.pause.note(self.step, blocks(self.asked[-1], self.confidence))
-            self.step += 1
-
-    def until(self, happened: Callable[[], bool], num_rounds: int, most: int = 500) -> int:
-        """Steps until then."""
-        for steps in range(most):
-            if happened():
-                return steps
-            self.go(1, num_rounds)
-        raise AssertionError("it never happens")
-
-
-# --- the comparison --------------------------------------------------------------------------------------------------
-
-
-def test_drafting_pays_alone_and_not_in_a_crowd() -> None:
-    times = measured()
-    assert drafting_gain(blocks(1), facts(1), times) > 2.0
-    assert drafting_gain(blocks(32), facts(32), times) < 1.0 - MARGIN
-
-
-def test_the_gain_is_the_best_throughput_over_that_of_plain_decoding() -> None:
-    times = measured()
-    assert times.curve is not None
-    # One request, all three slots: 1 + 0.8 + 0.64 + 0.512 tokens in 1.02 s, or one token in 1 s.
-    assert drafting_gain(blocks(1), facts(1), times) == pytest.approx(2.952 / 1.02)
-    # Nothing is verified: only the time of drafting is lost.
-    assert drafting_gain(blocks(32, 0.01), facts(32), times) == pytest.approx(4.0 / 4.64)
-
-
-def test_many_blocks_are_averaged_not_added() -> None:
-    times = measured()
-    one = drafting_gain(blocks(1), facts(1), times)
-    assert drafting_gain(blocks(50), facts(1), times) == pytest.approx(one)
-
-
-def test_rows_without_drafts_weigh_on_the_step_only() -> None:
-    times = measured()
-    all_of_them = drafting_gain(blocks(4), facts(4), times)
-    some = drafting_gain(blocks(4), facts(4, askable=1), times)
-    assert 1.0 < some < all_of_them
-
-
-def test_without_room_for_drafts_drafting_only_costs() -> None:
-    assert drafting_gain(blocks(1), facts(1, room=0), measured()) == pytest.approx(1.0 / 1.02)
-
-
-def test_a_gain_the_policy_finds_too_small_is_none() -> None:
-    times = measured()
-    assert drafting_gain(blocks(1, 0.3), facts(1), times, 0.0) > 1.3
-    assert drafting_gain(blocks(1, 0.3), facts(1), times, 0.9) == pytest.approx(1.0 / 1.02)
-
-
-def test_waits_dearer_than_measured_stop_the_drafting() -> None:
-    times = measured(draft_s=0.001)
-    pause = DraftPause(times)
-    run = Run(pause, confidence=0.5)
-    run.go(20, 12)
-    assert not pause.is_paused
-    for _ in range(40):
-        times.fold(12, 12, 0, 1.5, 1.5, 12)
-    run.go(CHECK_EVERY + 1, 12)
-    assert pause.is_paused
-
+from actors.core.sps import RankTimes
+from tests.pure.draft_load import Run, blocks, facts, measured
 
 # --- while drafting pays, and when it ceases to -----------------------------------------------------------------------
 
@@ -298,7 +187,7 @@ def _copy(pause: DraftPause) -> DraftPause:
     return copied
 
 
-# --- what else ends or forbids a pause ---------------------------------------------------------------------------------
+# --- what else ends or forbids a pause -------------------------------------------------------------------------------
 
 
 def test_without_a_curve_to_judge_by_blocks_are_always_asked_for() -> None:

@@ -11,9 +11,9 @@ from actors.core.capacity import LocalPolicy
 from actors.core.draft_pause import LAG_STEPS, MIN_PAUSE, MIN_ROWS, PROBE_EVERY, DraftPause
 from actors.core.explain import explain
 from actors.core.messages import AbortRequest, CommitBatch
+from tests.pure.draft_load import measured
 from tests.pure.rank_harness import Session, admitted, make_rank
 from tests.pure.scripted_drafter import DRAFTER, ScriptedDrafter, endpoint, oracle
-from tests.pure.test_draft_pause import measured
 
 CROWD = 24
 
