@@ -23,10 +23,12 @@ Int = npt.NDArray[np.int64]
 SHORT_QUERY = 8  # query lengths up to this one share a group
 SHORT_CONTEXT = 512  # and contexts up to this one; then each fourfold range has a group of its own
 # What keeps a row's bits independent of padding and of its neighbours, found by measurement. The softmax sums in
-# vectors of 16; fp32 products of fewer than 16 rows, or over more than 192 keys at once, choose their own order.
+# vectors of 16; fp32 products of fewer than 16 rows, or over more than 192 keys at once, choose their own order, and so
+# do bf16 products over more than 1024 keys.
 CONTEXT_MULTIPLE = 32
 FP32_MIN_ROWS = 16
 FP32_KEY_TILE = 128
+BF16_KEY_TILE = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Tiling:
             return cls()
         if dtype == torch.float32:
             return cls(FP32_KEY_TILE, FP32_MIN_ROWS, FP32_KEY_TILE)
-        return cls(CONTEXT_MULTIPLE)
+        return cls(CONTEXT_MULTIPLE, key_tile=BF16_KEY_TILE)
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,15 @@ def _attend_group(
 def _weighted_sum(weights: Tensor, values: Tensor, key_tile: int | None) -> Tensor:
     """weights [N, M, S] @ values [N, S, dim], summed tile by tile in order where a tile is given."""
     num, height, span = weights.shape
-    if key_tile is None or span == key_tile:
+    if key_tile is None or span <= key_tile:
         return torch.bmm(weights, values)
+    if values.dtype != torch.float32:
+        # Few and large tiles: filling the last one would cost more than this loop. Rounded once, like one product.
+        total = torch.bmm(weights[..., :key_tile], values[:, :key_tile]).float()
+        for start in range(key_tile, span, key_tile):
+            tile = slice(start, start + key_tile)
+            total += torch.bmm(weights[..., tile], values[:, tile])
+        return total.to(values.dtype)
     tiles = span // key_tile
     cut = weights.view(num, height, tiles, key_tile).transpose(1, 2).reshape(-1, height, key_tile)
     parts = torch.bmm(cut, values.reshape(num * tiles, key_tile, -1))

@@ -8,7 +8,8 @@ have chosen by itself, and the rule says why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -38,15 +39,44 @@ class _Group:
     reports: dict[str, StepReport] = field(default_factory=dict)
     views: dict[str, RankView] = field(default_factory=dict)
     class_ids: dict[str, Int64] = field(default_factory=dict)  # of the rows of each rank's report
+    newest_step: int = -1
+    reported: set[str] = field(default_factory=set)  # ranks that have reported the newest step
     learned_step: int = -1
     num_plans: int = 0
     plan: JointPlan | None = None
+    _measured: list[CostCurve | None] = field(default_factory=list)
+    _shared_curves: list[CostCurve] = field(default_factory=list)
 
     def curves(self) -> list[CostCurve]:
-        """The curve of every rank; empty while none is known. A rank that never ran is taken to be like the first."""
+        """The curve of every rank; empty while none is known. A rank that never ran is taken to be like the first.
+
+        Ranks of one identity share the median of their curves, and keep how much slower each was measured as the
+        first guess of its own factor: a thousand ranks of one kind are then one curve.
+        """
+        measured = [view.times.curve for view in self.views.values()]
+        same = len(measured) == len(self._measured) and all(map(is_, measured, self._measured))
+        if not same:
+            self._measured = measured
+            self._shared_curves = self._share()
+        return self._shared_curves
+
+    def _share(self) -> list[CostCurve]:
         known = {rank: view.times.curve for rank, view in self.views.items()}
         first = next((curve for curve in known.values() if curve is not None), None)
-        return [] if first is None else [known.get(rank) or first for rank in self.ranks]
+        if first is None:
+            return []
+        own = [known.get(rank) or first for rank in self.ranks]
+        kinds: dict[str, list[CostCurve]] = {}
+        for curve in own:
+            kinds.setdefault(curve.identity, []).append(curve)
+        typical = {identity: _typical(curves) for identity, curves in kinds.items()}
+        slower = [
+            np.median(curve.step_time_s / typical[curve.identity].verify_time_s(curve.batch_tokens))
+            for curve in own
+        ]
+        if len(own) > 1:
+            self.model.rank_scale = np.array(slower)
+        return [typical[curve.identity] for curve in own]
 
     def survivals(self, rank: str) -> Float32:
         """The last a rank showed; none when it is idle now or never ran."""
@@ -110,11 +140,14 @@ class JointSolver:
         group.class_ids[report.rank.name] = (
             np.zeros(rows, np.int64) if class_ids is None else class_ids
         )
-        reports = [group.reports.get(rank) for rank in group.ranks]
-        complete = [r for r in reports if r is not None and r.step == report.step]
-        if len(complete) < len(group.ranks) or report.step <= group.learned_step:
+        if report.step > group.newest_step:
+            group.newest_step, group.reported = report.step, set()
+        if report.step == group.newest_step:
+            group.reported.add(report.rank.name)
+        if len(group.reported) < len(group.ranks) or group.newest_step <= group.learned_step:
             return
-        group.learned_step = report.step
+        group.learned_step = group.newest_step
+        complete = [group.reports[rank] for rank in group.ranks]
         curves = group.curves()
         plain = not any(r.num_prefill_tokens for r in complete)
         if curves and plain and any(r.num_requests for r in complete):
@@ -194,6 +227,13 @@ class JointSolver:
             budgets[rank] = Budget(most // 2, budgets[rank].min_survival, "explore")
         else:
             budgets[rank] = Budget(most + int(requests[at]), MIN_SURVIVAL, "explore")
+
+
+def _typical(curves: list[CostCurve]) -> CostCurve:
+    """The median of curves measured at the same points as the first; dips of none stay dips of none."""
+    first = curves[0]
+    alike = [c.step_time_s for c in curves if np.array_equal(c.batch_tokens, first.batch_tokens)]
+    return first if len(alike) == 1 else replace(first, step_time_s=np.median(alike, axis=0))
 
 
 def _alone(view: RankView, min_predicted_gain: float) -> Budget:

@@ -116,7 +116,10 @@ def draft_times_at(
 def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Float64]:
     """Points in strictly ascending order with the median time of each, dips lifted."""
     unique = np.unique(points)
-    medians = np.array([np.median(times[points == point]) for point in unique])
+    if len(unique) == len(points):
+        medians = times[np.argsort(points)]
+    else:
+        medians = np.array([np.median(times[points == point]) for point in unique])
     return unique.astype(np.float64), np.maximum.accumulate(medians)
 
 

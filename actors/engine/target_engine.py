@@ -69,7 +69,7 @@ class TorchTargetEngine:
         return self.model.logits(self._forward(plan)[0])
 
     def check_row_invariance(self) -> bool:
-        """See `TargetEngine.check_row_invariance`. Uses K/V of its own; takes about a second."""
+        """See `TargetEngine.check_row_invariance`. Uses K/V of its own; takes seconds on a CPU."""
         return rows_are_invariant(self)
 
     def sibling(self, num_blocks: int) -> TorchTargetEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 def _figure(report: Report, x: str, y: str) -> tuple[Any, Any]:
     figure, axes = plt.subplots(figsize=SIZE)
-    axes.set_title(report.scenario.title, fontsize=10)
+    axes.set_title("\n".join(textwrap.wrap(report.scenario.title, 80)), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)

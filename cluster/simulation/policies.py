@@ -40,6 +40,7 @@ class GroupPolicy:
         self._deciders: list[VerifyDecider] = []
         self._locals: list[LocalPolicy] = []
         joint = system.policy == "joint"
+        together = CostCurve.of(hardware.profile(self.ranks[0], n))
         for endpoint in self.ranks:
             policy = LocalPolicy(
                 "lagged" if system.policy == "joint" else system.policy,
@@ -47,7 +48,7 @@ class GroupPolicy:
                 static_threshold=system.threshold,
                 min_predicted_gain=system.min_predicted_gain,
             )
-            policy.times.measured(CostCurve.of(hardware.profile(endpoint, n)))
+            policy.times.measured(together)
             self._locals.append(policy)
             self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
         self.prices: ClassPrices | None = None
@@ -57,7 +58,6 @@ class GroupPolicy:
         if joint:
             if system.classes:
                 self.prices = ClassPrices(_classes(scenario), system.fairness)
-            together = CostCurve.of(hardware.profile(self.ranks[0], n))
             profile, shared = hardware.profile(self.ranks[0], n), None
             if system.split_profile:
                 profile = hardware.profile(self.ranks[0], 1)

@@ -62,17 +62,19 @@ class SimulatedRank:
 
     def admit(self, most: int) -> None:
         """Let waiting requests in, up to `most` running ones."""
-        while self.waiting and len(self.ids) < most:
-            job = self.waiting.popleft()
-            self.ids = np.append(self.ids, job.request_id)
-            self.tenant = np.append(self.tenant, job.tenant)
-            self.remaining = np.append(self.remaining, job.output_tokens)
-            self.prefill = np.append(self.prefill, job.prompt_tokens)
-            self.context = np.append(self.context, job.context_tokens)
-            self.rounds = np.append(self.rounds, 0)
-            self.output = np.append(self.output, job.output_tokens)
-            self.arrived_s = np.append(self.arrived_s, job.arrived_s)
-            self.first_s = np.append(self.first_s, np.nan)
+        room = min(most - len(self.ids), len(self.waiting))
+        if room <= 0:
+            return
+        jobs = [self.waiting.popleft() for _ in range(room)]
+        self.ids = np.append(self.ids, [job.request_id for job in jobs])
+        self.tenant = np.append(self.tenant, [job.tenant for job in jobs])
+        self.remaining = np.append(self.remaining, [job.output_tokens for job in jobs])
+        self.prefill = np.append(self.prefill, [job.prompt_tokens for job in jobs])
+        self.context = np.append(self.context, [job.context_tokens for job in jobs])
+        self.rounds = np.append(self.rounds, np.zeros(room, np.int64))
+        self.output = np.append(self.output, [job.output_tokens for job in jobs])
+        self.arrived_s = np.append(self.arrived_s, [job.arrived_s for job in jobs])
+        self.first_s = np.append(self.first_s, np.full(room, np.nan))
 
     def prefill_step(self, most: int) -> int:
         """Compute up to `most` prompt tokens, oldest request first; how many it were."""

@@ -230,3 +230,56 @@ def test_now_and_then_one_rank_verifies_less_or_more_so_that_the_model_can_learn
     }
     calm = JointSolver([RANKS], explores=False)
     assert all(calm(views, 0.0)[0].rule == "joint" for _ in range(130))
+
+
+def slower(factor: float, identity: str = "here") -> RankTimes:
+    times = RankTimes()
+    times.measured(replace(CURVE, step_time_s=CURVE.step_time_s * factor, identity=identity))
+    return times
+
+
+def test_ranks_of_one_kind_are_one_curve_and_keep_how_much_slower_each_is() -> None:
+    names = [f"rank-{at}" for at in range(5)]
+    solver = JointSolver([names])
+    factors = [1.0, 1.02, 0.98, 1.0, 1.3]
+    views = [view(name, 8, slower(factor)) for name, factor in zip(names, factors, strict=True)]
+    solver(views, 0.0)
+    plan, model = solver.plan_of("rank-0"), solver.model_of("rank-0")
+    assert plan is not None and model is not None
+    assert model.rank_scale.tolist() == pytest.approx(factors)
+    assert plan.step_time_s >= float(CURVE.verify_time_s(8)) * 1.3
+    learned = model.rank_scale = np.array([1.0, 1.0, 1.0, 1.2, 1.3])
+    solver(views, 0.0)
+    assert model.rank_scale is learned  # the same curves: nothing starts afresh
+    views[0] = view("rank-0", 8, slower(1.1))
+    solver(views, 0.0)
+    assert model.rank_scale.tolist() == pytest.approx([1.1, 1.02, 0.98, 1.0, 1.3], rel=0.02)
+
+
+def test_ranks_of_different_kinds_keep_their_own_curves() -> None:
+    solver = JointSolver([RANKS])
+    solver([view("rank-0", 8, slower(1.0)), view("rank-1", 8, slower(3.0, "old node"))], 0.0)
+    plan, model = solver.plan_of("rank-0"), solver.model_of("rank-0")
+    assert plan is not None and model is not None
+    assert model.rank_scale.tolist() == [1.0, 1.0]
+    assert plan.step_time_s >= 3 * float(CURVE.verify_time_s(8))
+
+
+def test_a_group_of_one_is_planned_as_the_rank_would_by_itself() -> None:
+    alone = view("rank-0", 12, measured())
+    (budget,) = JointSolver([["rank-0"]])([alone], 0.0)
+    expected = lagged_budget(alone.survivals, alone.times)
+    assert budget.max_draft_tokens == expected.max_draft_tokens
+    assert budget.min_survival == pytest.approx(expected.min_survival)
+
+
+def test_a_late_report_does_not_complete_a_newer_step() -> None:
+    solver = JointSolver([RANKS])
+    model = solver.model_of("rank-0")
+    assert model is not None
+    solver([view(name, 8, measured()) for name in RANKS], 0.0)
+    solver.observe(report(8, "rank-0", 8))
+    solver.observe(report(7, "rank-1", 8))
+    assert model.num_steps == 0
+    solver.observe(report(8, "rank-1", 8))
+    assert model.num_steps == 1

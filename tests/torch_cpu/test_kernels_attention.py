@@ -121,6 +121,23 @@ def test_a_row_gets_the_same_bits_in_any_company(
     assert torch.equal(longer.found(tiling)[context:], shorter.found(tiling))
 
 
+@pytest.mark.parametrize("context", [600, 1024, 1300])
+def test_long_sums_in_bfloat16_do_not_depend_on_the_padding(context: int) -> None:
+    """Over more than 1024 keys one product would round one result in ten thousand differently, hence so many."""
+    tile = Tiling.of(torch.bfloat16, reproducible=True).key_tile
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(100, 18, context, generator=generator).softmax(-1).bfloat16()
+    values = torch.randn(100, 2048, 64, generator=generator).bfloat16()
+    alone = ragged_attention._weighted_sum(weights, values[:, :context].contiguous(), tile)
+    for span in (1536, 2016, 2048):
+        padded = torch.zeros(100, 18, span, dtype=torch.bfloat16)
+        padded[..., :context] = weights
+        beside = ragged_attention._weighted_sum(padded, values[:, :span].contiguous(), tile)
+        assert torch.equal(beside, alone), span
+    exact = weights.double() @ values[:, :context].double()
+    assert (alone.double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
 def test_short_rows_do_not_pay_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products grow with the padded queries times the padded context: 15 decode rows beside a chunk stay small."""
     sizes = []
