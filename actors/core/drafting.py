@@ -79,8 +79,8 @@ class DraftExchange:
     def drafters(self) -> Mapping[str, DrafterState]:
         return self._drafters
 
-    def set_drafters(self, endpoints: Sequence[Endpoint]) -> None:
-        """The drafters alive now. What was asked of one that went away or restarted is void."""
+    def set_drafters(self, endpoints: Sequence[Endpoint]) -> bool:
+        """The drafters alive now; whether a new one is among them. What was asked of one that went away is void."""
         old, self._drafters = self._drafters, {}
         for endpoint in endpoints:
             known = old.get(endpoint.name)
@@ -95,6 +95,7 @@ class DraftExchange:
         for request in self._table.requests:
             if request is not None and request.drafter is not None:
                 self._rebind(request)
+        return any(old.get(name) is not state for name, state in self._drafters.items())
 
     def _rebind(self, request: Request) -> None:
         table, slot = self._table, request.slot

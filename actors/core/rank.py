@@ -16,10 +16,16 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from actors.core.admission import RankLimits
-from actors.core.batching import build_plan, draft_facts, request_at, shape_step, split_prefill
+from actors.core.batching import (
+    Int32,
+    build_plan,
+    draft_facts,
+    request_at,
+    shape_step,
+    split_prefill,
+)
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import (
     AbortRequest,
@@ -112,11 +118,8 @@ class Rank:
 
     def set_drafters(self, endpoints: Sequence[Endpoint]) -> None:
         """Name the drafters alive now; none means plain decoding, without waiting."""
-        alive = endpoints if self.limits.gamma else ()
-        known = {state.endpoint for state in self.book.drafts.drafters.values()}
-        if not known.issuperset(alive):
+        if self.book.drafts.set_drafters(endpoints if self.limits.gamma else ()):
             self.decider.new_drafter()
-        self.book.drafts.set_drafters(alive)
 
     def abort_ingress(self, name: str) -> Outgoing:
         """An ingress replica has died: end its requests without a word to it."""
@@ -204,7 +207,7 @@ class Rank:
             is_unasked=table.is_unasked[rounds],
         )
 
-    def _choose_drafting(self, rows: Sequence[Request], num_kept: npt.NDArray[np.int32]) -> Mask:
+    def _choose_drafting(self, rows: Sequence[Request], num_kept: Int32) -> Mask:
         """Slots [S] that are asked for a block for the next step: those that can use one, while drafting pays."""
         table = self.book.table
         asked: Mask = np.zeros(table.num_slots, np.bool_)
