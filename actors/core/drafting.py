@@ -189,6 +189,13 @@ class DraftExchange:
             expected_at = max(expected_at, float(asked_at.max()) + patience)
         return Outlook(pending, expected_at, deadline)
 
+    def askable(self, rows: Sequence[Request], num_kept: Int32) -> Slots:
+        """Slots past their prompts that can use a block; `num_kept` as in `commit_batches`."""
+        if not self._drafters:
+            return np.zeros(0, np.intp)
+        slots = np.array([request.slot for request in rows], np.intp)[num_kept > 0]
+        return slots[self._table.is_running[slots]]
+
     def commit_batches(
         self,
         plan: StepPlan,

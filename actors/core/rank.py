@@ -18,14 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.core.admission import RankLimits
-from actors.core.batching import (
-    Int32,
-    build_plan,
-    draft_facts,
-    request_at,
-    shape_step,
-    split_prefill,
-)
+from actors.core.batching import build_plan, draft_facts, request_at, shape_step, split_prefill
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import (
     AbortRequest,
@@ -207,20 +200,15 @@ class Rank:
             is_unasked=table.is_unasked[rounds],
         )
 
-    def _choose_drafting(self, rows: Sequence[Request], num_kept: Int32) -> Mask:
-        """Slots [S] that are asked for a block for the next step: those that can use one, while drafting pays."""
-        table = self.book.table
+    def _choose_drafting(self, slots: Slots) -> Mask:
+        """Slots [S] that are asked for a block for the next step: while drafting pays, all that can use one."""
+        table, most = self.book.table, self.limits.max_batch_tokens
         asked: Mask = np.zeros(table.num_slots, np.bool_)
-        slots = np.array([request.slot for request in rows], np.intp)[num_kept > 0]
-        slots = slots[table.is_running[slots]]
-        if not len(slots) or not self.book.drafts.drafters:
-            return asked
-        most = self.limits.max_batch_tokens
-        facts = draft_facts(self._step, table, len(slots), self.book.prefilling, most)
-        choice = self.decider.choose_drafting(facts)
-        asked[slots] = choice.asks
-        self.counters.num_draft_pauses += choice.event == "pause"
-        self.counters.num_draft_probes += choice.event == "probe"
+        if len(slots):
+            facts = draft_facts(self._step, table, len(slots), self.book.prefilling, most)
+            choice = self.decider.choose_drafting(facts)
+            asked[slots] = choice.asks
+            self.counters.count_drafting(choice)
         return asked
 
     def apply(self, plan: StepPlan, result: StepResult, now: float, step_time_s: float) -> Outgoing:
@@ -238,7 +226,8 @@ class Rank:
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
         # Drafters first: the next step may have to wait for them.
-        kept, asked = commit.num_kept, self._choose_drafting(flight.rows, commit.num_kept)
+        kept = commit.num_kept
+        asked = self._choose_drafting(book.drafts.askable(flight.rows, kept))
         out = book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
         out += book.drafts.flush()
         out += self._deltas(commit.deltas)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from actors.core.acceptance import AcceptanceCounters
 from actors.core.step_commit import Commit, StepInFlight
+from actors.core.verify_decision import DraftChoice
 
 
 @dataclass
@@ -34,6 +35,10 @@ class RankCounters:
 
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceCounters.zero(self.gamma)
+
+    def count_drafting(self, choice: DraftChoice) -> None:
+        self.num_draft_pauses += choice.event == "pause"
+        self.num_draft_probes += choice.event == "probe"
 
     def count(self, flight: StepInFlight, commit: Commit) -> None:
         self.num_steps += 1
