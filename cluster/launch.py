@@ -43,8 +43,9 @@ STATUS_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 INGRESS_CPUS = 2.0  # offered to Serve beside what the actors reserve
-# The waiting threads of a rank must not spin on the cores its drafter computes on.
-OMP_WAIT_POLICY = "PASSIVE"
+# Turns a thread spins between two operations before it sleeps (some tens of microseconds). Sleeping at once
+# (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; spinning on takes the cores the drafter computes on.
+OMP_SPIN_COUNT = 10_000
 
 Progress = Callable[[str], None]
 
@@ -215,7 +216,7 @@ def _start(cls: type, name: str, slot: Slot | None, *arguments: Any) -> None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             _running.placement_group, placement_group_bundle_index=slot.bundle
         )
-    variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": OMP_WAIT_POLICY}
+    variables = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(OMP_SPIN_COUNT)}
     actor: Any = ray.remote(cls).options(
         name=name,
         namespace=NAMESPACE,
