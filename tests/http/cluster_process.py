@@ -22,7 +22,7 @@ def main(port: int) -> None:
     config = ClusterConfig.model_validate(
         {
             "ingress": {"port": port},
-            "model": {"dtype": "float32", "max_model_len": 1024},
+            "model": {"dtype": "float32", "max_model_len": 2048},
             "target": {"num_ranks": 2, "num_cpus": 0.1, "kv_cache_tokens": 32768},
             "drafter": {"num_cpus": 0.1},
         }
