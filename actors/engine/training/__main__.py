@@ -35,7 +35,7 @@ BLOCK_SIZE = 5
 DRAFT_VOCAB_SIZE = 8192
 MARKOV_RANK = 128
 MASK_TOKEN_ID = 16  # <empty_output>: reserved, never part of a chat
-TRAIN_PROMPTS: dict[prompts.Domain, int] = {"code": 3000, "math": 2400, "chat": 3200}
+TRAIN_PROMPTS: dict[prompts.Domain, int] = {"code": 6000, "math": 4800, "chat": 6400}
 HELD_OUT_PROMPTS: dict[prompts.Domain, int] = {"code": 64, "math": 64, "chat": 64}
 HELD_OUT_PROMPT_LEN = 320  # HumanEval stubs are long
 LOSS = LossWeights(ce=0.3, tv=0.3, confidence=0.3, distill=0.7)
