@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from configs.machine import multiplies_bfloat16
 
 
 class Section(BaseModel):
@@ -32,7 +34,9 @@ class ModelConfig(Section):
         description="Drafter checkpoint directory; 'bundled' = drafter/ beside the model; null = no speculation.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Number format of weights and activations."
+        "bfloat16",
+        description="Number format of weights and activations; 'auto' or left out = bfloat16 on a GPU and on CPUs "
+        "that multiply it, float32 elsewhere.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engines compute.")
     numerics: Literal["reproducible", "fast"] = Field(
@@ -41,6 +45,15 @@ class ModelConfig(Section):
         "same tokens; fast: the same distribution up to rounding.",
     )
     max_model_len: int = Field(2048, ge=16, description="Longest prompt plus output, in tokens.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_dtype(cls, values: Any) -> Any:
+        """Replace 'auto', so that every process of a cluster computes in the format of where it was started."""
+        if not isinstance(values, dict) or values.get("dtype", "auto") != "auto":
+            return values
+        fits = values.get("device") == "cuda" or multiplies_bfloat16()
+        return {**values, "dtype": "bfloat16" if fits else "float32"}
 
 
 class TargetConfig(Section):

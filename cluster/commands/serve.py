@@ -16,6 +16,7 @@ from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say
 from cluster.run_state import AlreadyRunningError, Registration, RunState, register
 from configs.load import load
+from configs.machine import multiplies_bfloat16
 from configs.schema import ClusterConfig, IngressConfig
 
 WATCH_INTERVAL_S = 0.5
@@ -62,6 +63,10 @@ def _run(
     note(
         f"starting {model.name} ({model.device}, {model.dtype}, {model.numerics}); Ctrl-C stops it"
     )
+    if model.device == "cpu" and model.dtype == "bfloat16" and not multiplies_bfloat16():
+        note(
+            "WARNING: this CPU does not multiply bfloat16; model.dtype=auto is several times faster here"
+        )
     with interruptible():
         try:
             started = time.perf_counter()

@@ -113,7 +113,7 @@ def test_bench_prints_tokens_per_second_by_batch(capsys: pytest.CaptureFixture[s
     assert main(["bench", "--engine-only", "--json", "--batch", "1", "2"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["tokens_per_s"] == {"1": 10.0, "2": 20.0}
-    assert report["dtype"] == "bfloat16"
+    assert report["dtype"] == load("laptop-cpu").model.dtype
     assert main(["bench", "--engine-only"]) == 0
     text = capsys.readouterr().out
     assert "160.0" in text

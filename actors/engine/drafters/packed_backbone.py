@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from actors.engine.drafters.dspark import DSparkModel, Layer
-from actors.engine.packed import Linear, packed_linear
+from actors.engine.packed_linear import Linear
 from actors.engine.rotary import rotary_tables, rotate
 from kernels.markov_sample import MarkovHead
 
@@ -34,15 +34,15 @@ class PackedBackbone:
         self.config, self.dtype, self.device = model.config, dtype, device
         weight = self._weight
         self.embed = weight(model.embed)
-        self.head = packed_linear(weight(model.head))
+        self.head = Linear(weight(model.head))
         self.draft_ids = model.draft_ids.to(device) if model.config.reduced else None
-        self.fc = packed_linear(weight(model.fc.weight))
+        self.fc = Linear(weight(model.fc.weight))
         self.hidden_norm, self.norm = weight(model.hidden_norm.weight), weight(model.norm.weight)
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         self.layers = [self._pack_layer(layer) for layer in layers]
         # K and V of a context token in every layer come from the same input: one matmul for all.
         context_kv = [p.weight for a in layers for p in (a.self_attn.k_proj, a.self_attn.v_proj)]
-        self._context_kv = packed_linear(weight(torch.cat(context_kv)))
+        self._context_kv = Linear(weight(torch.cat(context_kv)))
         self._cos, self._sin = weight(model.cos), weight(model.sin)
         self.markov: MarkovHead | None = None
         if model.markov_head is not None:
@@ -157,10 +157,10 @@ class PackedBackbone:
         normed = self.config.qk_norm
         qkv = torch.cat([getattr(attention, f"{n}_proj").weight for n in "qkv"])
         return _PackedLayer(
-            qkv=packed_linear(weight(qkv)),
-            out=packed_linear(weight(attention.o_proj.weight)),
-            gate_up=packed_linear(weight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
-            down=packed_linear(weight(mlp.down_proj.weight)),
+            qkv=Linear(weight(qkv)),
+            out=Linear(weight(attention.o_proj.weight)),
+            gate_up=Linear(weight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
+            down=Linear(weight(mlp.down_proj.weight)),
             norm_in=weight(layer.input_layernorm.weight),
             norm_post=weight(layer.post_attention_layernorm.weight),
             q_norm=weight(attention.q_norm.get_parameter("weight")) if normed else None,

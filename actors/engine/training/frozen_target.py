@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from actors.engine.packed import Linear, packed_linear
+from actors.engine.packed_linear import Linear
 from actors.engine.rotary import rotary_tables, rotate
 from actors.engine.weights import Checkpoint, CheckpointError, read_config
 
@@ -67,7 +67,7 @@ class FrozenTarget:
         self.embed = weights["model.embed_tokens.weight"].to(dtype)
         tied = "lm_head.weight" not in weights
         self.head_weight = self.embed if tied else weights["lm_head.weight"].to(dtype)
-        self.head = packed_linear(self.head_weight)
+        self.head = Linear(self.head_weight)
         self.norm = weights["model.norm.weight"].to(dtype)
         self.layers = [self._layer(weights, i) for i in range(self.num_layers)]
         cos, sin = rotary_tables(self.head_dim, float(config["rope_theta"]), max_len)
@@ -80,10 +80,10 @@ class FrozenTarget:
         qkv = torch.cat([get(f"self_attn.{n}_proj") for n in "qkv"])
         gate_up = torch.cat([get(f"mlp.{n}_proj") for n in ("gate", "up")])
         return _Layer(
-            qkv=packed_linear(qkv),
-            out=packed_linear(get("self_attn.o_proj")),
-            gate_up=packed_linear(gate_up),
-            down=packed_linear(get("mlp.down_proj")),
+            qkv=Linear(qkv),
+            out=Linear(get("self_attn.o_proj")),
+            gate_up=Linear(gate_up),
+            down=Linear(get("mlp.down_proj")),
             norm_in=get("input_layernorm"),
             norm_post=get("post_attention_layernorm"),
         )

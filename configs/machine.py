@@ -1,0 +1,21 @@
+"""What this machine can do, as far as a default depends on it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+# What oneDNN asks for before it multiplies bfloat16; elsewhere PyTorch falls back to loops several times slower.
+BFLOAT16_FLAGS = ({"avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"})
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether bfloat16 is the faster format on this CPU; False where the flags cannot be read."""
+    try:
+        lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    return any(needed <= flags for needed in BFLOAT16_FLAGS)
