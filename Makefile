@@ -1,4 +1,4 @@
-# make serve | test | lint | format | setup | clean. Each sets up what it needs; a second call is instant.
+# make serve | test | load | lint | format | setup | clean. Each sets up what it needs; a second call is instant.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -11,11 +11,12 @@ ARGS ?=
 GROUPS := architecture pure torch_cpu interpreter ray_local http
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup serve test lint format oracle clean
+.PHONY: help setup serve test lint format oracle load clean
 
 help:
 	@echo "make serve         start the cluster in the foreground (ARGS='--config single-node-gpu')"
 	@echo "make test          lint, types, floors, then every test that needs no GPU"
+	@echo "make load          a short Locust run against a cluster of its own (ARGS='--peak 16 --seconds 60')"
 	@echo "make lint          ruff, mypy and import-linter alone"
 	@echo "make format        rewrite the code in the one format"
 	@echo "make setup         create .venv with everything the above need"
@@ -50,12 +51,22 @@ help:
 	@.oracle/bin/pip --disable-pip-version-check check
 	@touch $@
 
+# Locust patches whatever imports it, pytest included: it gets an environment of its own.
+.load/.ready: constraints.txt
+	@echo "setup: creating .load with Locust"
+	@test -x .load/bin/pip || $(PYTHON) -m venv .load
+	@.load/bin/pip --disable-pip-version-check install -qq -c constraints.txt locust matplotlib
+	@touch $@
+
 setup: .venv/.ready
 
 oracle: .oracle/.ready
 
 serve: .venv/.runtime
 	@exec $(BIN)/dspark serve $(ARGS)
+
+load: .venv/.runtime .load/.ready
+	@.load/bin/python -m load_tests --check --min-streams 4 $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
@@ -82,5 +93,5 @@ test: lint oracle
 	done
 
 clean:
-	rm -rf .venv .oracle .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf .venv .oracle .load .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
