@@ -12,9 +12,9 @@ import numpy as np
 
 from actors import tracing
 from actors.core.admission import RankLimits
-from actors.core.capacity import LocalPolicy
 from actors.core.explain import explain
 from actors.core.layout import StepPlan
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CloseDraft, RankProfile
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError

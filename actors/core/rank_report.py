@@ -33,6 +33,8 @@ def step_report(
         num_waiting=len(book.waiting),
         budget_rule=decision.choice.rule,
         budget_used=int(decision.verify_len.sum()),
+        class_ids=decision.class_ids,
+        row_committed=commit.num_new[: flight.num_rounds],
     )
 
 
