@@ -21,6 +21,8 @@ Float32 = npt.NDArray[np.float32]
 
 _SMOOTHING = 0.9  # of the served averages behind the load view
 _KEPT_RECORDS = 4096
+# What a plan may say of itself. Any other rule is a fallback: the plan asked for could not be made.
+PLANNED = frozenset({"joint", "uniform", "none", "explore", "lagged", "low_gain", "idle"})
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Allocator:
         budget_ttl_steps: steps after its first one in which a budget may still be used.
         max_report_age_s: a rank silent for longer gets no budget.
         expected_identity: refuse curves of another model, device or topology; None accepts any.
-        num_by_rule: budgets published, by the rule behind them; every rule but the policy's own is a fallback.
+        num_by_rule: budgets published, by the rule behind them.
         records: of the last budgets, oldest first.
     """
 
@@ -207,6 +209,11 @@ class Allocator:
         self.records.append(BudgetRecord(number, now, *counts, report.step_time_s, published))
         self.num_by_rule[budget.rule] += 1
         return published
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Budgets whose rule says that the policy's own plan could not be made."""
+        return sum(count for rule, count in self.num_by_rule.items() if rule not in PLANNED)
 
     def load_view(self, now: float) -> LoadView:
         """The load of every rank heard of. A rank that has not reported yet shows zero blocks: not known."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from actors.core.prefix_scheduler import allocate
 from actors.core.verify_decision import VerifyChoice
+from configs.policy import PolicyConfig
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -39,6 +40,20 @@ class ServiceClass:
 
     def longest(self, gamma: int) -> int:
         return gamma if self.max_verify_len is None else min(self.max_verify_len, gamma)
+
+
+def classes_of(policy: PolicyConfig) -> tuple[ServiceClass, ...]:
+    """The configured classes; their order is that of every `class_id`."""
+    return tuple(
+        ServiceClass(
+            known.name,
+            known.weight,
+            None if known.max_tpot_ms is None else known.max_tpot_ms / 1000,
+            known.min_verify_len,
+            known.max_verify_len,
+        )
+        for known in policy.classes
+    )
 
 
 def worth_of(
