@@ -10,8 +10,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from actors.core.capacity import Allocator
+from actors.core.capacity import Allocator, BudgetRecord, BudgetSolver, EachAlone
+from actors.core.classes import ClassPrices
+from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport, Subscribe
+from actors.core.service_class import classes_of
 from actors.core.sps import CurveError
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
@@ -30,11 +33,13 @@ class AllocatorActor(Shell):
 
     def __init__(self, seat: Seat, config: ClusterConfig, **kwargs: Any) -> None:
         super().__init__(seat, config.link.kind, **kwargs)
-        policy = config.policy
+        policy, classes = config.policy, classes_of(config.policy)
+        self._prices = ClassPrices(classes, policy.fairness) if classes else None
         self._brain = Allocator(
             policy=policy.name,
             budget_ttl_steps=policy.budget_ttl_steps,
             min_predicted_gain=policy.min_predicted_gain,
+            solver=_solver(config, self._prices),
         )
         self._ranks: dict[str, Endpoint] = {}
         self._subscribers: dict[str, tuple[Endpoint, float]] = {}  # with the time of its heartbeat
@@ -93,17 +98,42 @@ class AllocatorActor(Shell):
                 self._ranks[rank.name] = rank
 
     async def stats(self) -> dict[str, Any]:
-        """Counts since this incarnation started."""
+        """Counts since this incarnation started, and the budget of every rank."""
         return await self.on_loop(self._stats)
 
+    async def budgets(self) -> tuple[str, list[BudgetRecord]]:
+        """This incarnation, and its last budgets with the reports behind them, oldest first."""
+        return await self.on_loop(lambda: (self.link.endpoint.epoch, list(self._brain.records)))
+
     def _stats(self) -> dict[str, Any]:
+        load = asdict(self._brain.load_view(time.monotonic()))
+        shown = ("max_draft_tokens", "min_survival", "rule", "class_weights", "based_on_step")
         return {
             "num_budgets": self._num_budgets,
+            "num_by_rule": dict(self._brain.num_by_rule),
+            "num_fallbacks": self._brain.num_fallbacks,
+            "budgets": {
+                rank["rank"]: {name: rank["budget"][name] for name in shown}
+                for rank in load["ranks"]
+                if rank["budget"]
+            },
+            "prediction_error": {r["rank"]: r["prediction_error"] for r in load["ranks"]},
+            "unmet_classes": list(self._prices.unmet) if self._prices else [],
             "num_stale_reports": self._brain.num_stale_reports,
             "num_refused_curves": self._num_refused_curves,
             "num_unexpected": self._num_unexpected,
             "ranks": sorted(self._ranks),
             "subscribers": sorted(self._subscribers),
-            "load": asdict(self._brain.load_view(time.monotonic())),
+            "load": load,
             "link": asdict(self.link.counters),
         }
+
+
+def _solver(config: ClusterConfig, prices: ClassPrices | None) -> BudgetSolver:
+    """Ranks that are copies of one model do not wait for each other, but may share a machine."""
+    if config.policy.name != "joint":
+        return EachAlone()
+    names = config.target.rank_names
+    size = config.policy.group_size or len(names)
+    groups = [names[first : first + size] for first in range(0, len(names), size)]
+    return JointSolver(groups, prices=prices, is_lockstep=False)

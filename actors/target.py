@@ -12,17 +12,19 @@ import numpy as np
 
 from actors import tracing
 from actors.core.admission import RankLimits
-from actors.core.capacity import LocalPolicy
 from actors.core.explain import explain
 from actors.core.layout import StepPlan
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CloseDraft, RankProfile
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError
+from actors.core.rank_report import rank_stats
+from actors.core.service_class import ClassAllocation, classes_of
 from actors.core.sps import CostCurve, CurveError, draft_times_at
-from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
+from actors.timing import TimedDecider
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class TargetActor(Shell):
         self._profile: RankProfile | None = None
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
+        self._step_s = 0.0  # of all steps
         self._is_checked = True  # since the rank last became idle
         self._num_idle_checks = self._num_idle_problems = 0
         self._num_unexpected = self._num_engine_failures = self._failures_in_a_row = 0
@@ -113,8 +116,12 @@ class TargetActor(Shell):
         )
         endpoint = self.link.endpoint
         policy = self._policy
-        decider = VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate, policy.drafting)
-        self._rank = Rank(endpoint, limits, decider)
+        classes = classes_of(config.policy)
+        weighed = ClassAllocation(classes) if classes else None
+        self._decider = TimedDecider(
+            endpoint.name, endpoint.epoch, policy, allocate, policy.drafting, weighed
+        )
+        self._rank = Rank(endpoint, limits, self._decider)
         self._spec = spec
         return note
 
@@ -185,7 +192,9 @@ class TargetActor(Shell):
                 raise
             return
         self._failures_in_a_row = 0
-        outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
+        step_time_s = time.perf_counter() - started
+        self._step_s += step_time_s
+        outgoing = rank.apply(plan, result, time.monotonic(), step_time_s)
         # The next step waits for the drafters: their messages leave first.
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
@@ -268,26 +277,17 @@ class TargetActor(Shell):
         return await self.on_loop(self._stats)
 
     def _stats(self) -> dict[str, Any]:
-        rank = self._rank
-        book = rank.book
-        counters = {k: v for k, v in vars(rank.counters).items() if isinstance(v, int)}
-        acceptance = rank.counters.acceptance
+        decision_s = self._decider.seconds
         return {
-            **counters,
-            "acceptance_length": acceptance.acceptance_length if acceptance.num_rounds else None,
-            "num_running": int(book.table.is_running.sum()) + len(book.prefilling),
-            "num_waiting": len(book.waiting),
-            "num_free_blocks": book.pool.num_free,
-            "num_blocks": book.pool.num_blocks,
-            "step_time_s": rank.step_time_s,
-            "is_idle": rank.is_idle,
+            **rank_stats(self._rank),
+            "step_s": self._step_s,
+            "decision_s": decision_s,
+            "decision_share": decision_s / self._step_s if self._step_s else None,
             "is_row_invariant": self._is_row_invariant,
             "num_idle_checks": self._num_idle_checks,
             "num_idle_problems": self._num_idle_problems,
             "idle_problems": list(self.integrity_problems),
             "num_unexpected": self._num_unexpected,
             "num_engine_failures": self._num_engine_failures,
-            "num_budgets_refused": rank.decider.budgets.num_refused,
-            "last_rule": rank.report.budget_rule if rank.report else "",
             "link": asdict(self.link.counters),
         }

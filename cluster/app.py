@@ -205,7 +205,12 @@ def make_front(config: ClusterConfig, codec: TextCodec, link: Link, routing: Any
         stream=StreamLimits(ingress.stall_timeout_s, ingress.replay_timeout_s),
     )
     intake_limits = IntakeLimits(
-        model.name, model.max_model_len, ingress.default_max_tokens, ingress.max_stop_strings
+        model.name,
+        model.max_model_len,
+        ingress.default_max_tokens,
+        ingress.max_stop_strings,
+        classes=tuple(known.name for known in config.policy.classes),
+        ranks=config.target.rank_names if ingress.allow_rank_hint else (),
     )
     identity = hashlib.sha256(model.model_dump_json().encode()).hexdigest()
     return Front(

@@ -1,4 +1,4 @@
-"""`dspark bench`: tokens per second. `--engine-only` measures the target alone, without speculation or HTTP."""
+"""`dspark bench`: `--engine-only` measures the target alone, `--ranks N` the budgets of a whole cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from configs.load import load
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    if not arguments.engine_only:
+    if arguments.ranks and not arguments.engine_only:
+        from cluster.rank_bench import bench_ranks  # imports Ray
+
+        return bench_ranks(arguments)
+    if not arguments.engine_only or arguments.ranks:
         raise CommandError(
-            "only the engine is measured so far: add --engine-only; "
-            "`dspark demo` measures the whole cluster",
+            "say what to measure: --engine-only, or --ranks 2 for budgets by rank; "
+            "`dspark demo` compares with plain decoding",
             exit_code=2,
         )
     if min(arguments.batch) < 1:

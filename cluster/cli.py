@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         "--engine-only", action="store_true", help="the target alone, in this process"
     )
     bench.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
+    bench.add_argument("--ranks", type=int, default=0, help="budgets of so many uneven ranks")
+    bench.add_argument("--crowd", type=int, default=8, help="chats on one rank (default 8)")
+    bench.add_argument("--few", type=int, default=2, help="streams on each other (default 2)")
+    bench.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
+    bench.add_argument("--out", default="", metavar="DIR", help="folder for the plot")
 
     simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
     add_simulate_options(simulate)

@@ -163,7 +163,7 @@ class Dispatcher:
     async def place(self, stream: LiveStream) -> None:
         """Reserve on one rank after the other, best first, and admit on the first that grants."""
         loop = asyncio.get_running_loop()
-        candidates = self.router.candidates(loop.time())
+        candidates = self.router.candidates(loop.time(), stream.journal.order.rank)
         if not candidates:
             raise NoReadyRankError(self.router.why_unready())
         refusals: list[ReservationReply] = []

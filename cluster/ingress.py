@@ -30,7 +30,7 @@ from cluster.openai_api import (
 )
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
-from cluster.telemetry import FrontMetrics, RequestSpan
+from cluster.telemetry import FrontMetrics, RequestSpan, rank_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,8 @@ class Front:
 
     def prometheus(self) -> str:
         gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
-        return self.metrics.render(gauges, asdict(self.dispatcher.counters))
+        front = self.metrics.render(gauges, asdict(self.dispatcher.counters))
+        return front + rank_gauges(self.dispatcher.router.loads)
 
 
 async def _body(request: Request) -> bytes:

@@ -13,6 +13,7 @@ from cluster.openai_api import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    DsparkOptions,
     GenerationRequest,
     bad_request,
 )
@@ -32,6 +33,8 @@ class IntakeLimits:
     max_model_len: int  # prompt plus output, in tokens
     default_max_tokens: int  # of a chat that names no limit
     max_stop_strings: int
+    classes: tuple[str, ...] = ()  # of service, as configured
+    ranks: tuple[str, ...] = ()  # that a request may name; none unless rank hints are allowed
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,17 @@ class Intake:
                 "stop", request.stop, "an empty string would stop at once; leave it out"
             )
         self._checked_ids("stop_token_ids", request.stop_token_ids or [])
+        if request.dspark is not None:
+            self._check_options(request.dspark)
+
+    def _check_options(self, options: DsparkOptions) -> None:
+        known, ranks = self.limits.classes, self.limits.ranks
+        if options.service_class is not None and options.service_class not in known:
+            remedy = f"known: {', '.join(known)}" if known else "no classes are configured"
+            raise bad_request("dspark.class", options.service_class, f"{remedy}; or leave it out")
+        if options.rank is not None and options.rank not in ranks:
+            remedy = f"known: {', '.join(ranks)}" if ranks else "ingress.allow_rank_hint is off"
+            raise bad_request("dspark.rank", options.rank, f"{remedy}; or leave it out")
 
     def _checked_ids(self, field: str, token_ids: Sequence[int]) -> Sequence[int]:
         for token_id in token_ids:
@@ -200,6 +214,8 @@ class Intake:
         own_stops = tuple(request.stop_token_ids or ())
         eos = () if request.ignore_eos else self.codec.eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*eos, *own_stops)))
+        options = request.dspark or DsparkOptions()
+        named = options.service_class
         order = StreamOrder(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -207,6 +223,8 @@ class Intake:
             sampling=self._sampling(request),
             stop_token_ids=stop_token_ids,
             traceparent=traceparent,
+            class_id=0 if named is None else self.limits.classes.index(named),
+            rank=options.rank,
         )
         return Job(order, request.stop_strings, self.codec.special_ids | set(stop_token_ids))
 

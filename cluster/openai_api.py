@@ -103,6 +103,8 @@ class DsparkOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     speculation: bool = True
+    service_class: str | None = Field(None, alias="class")
+    rank: str | None = None  # only where `ingress.allow_rank_hint` is set
 
 
 class GenerationRequest(Schema):

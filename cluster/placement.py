@@ -41,8 +41,8 @@ def plan_placement(config: ClusterConfig, cores_per_node: int, num_nodes: int = 
     num_drafters = drafter.num_actors if config.model.drafter else 0
     threads = plan_threads(config, cores_per_node, num_nodes)
     targets = tuple(
-        Slot(f"target-{i}", i, threads[0], target.num_cpus, target.num_gpus)
-        for i in range(target.num_ranks)
+        Slot(name, i, threads[0], target.num_cpus, target.num_gpus)
+        for i, name in enumerate(target.rank_names)
     )
     drafters = tuple(
         Slot(f"drafter-{i}", i % target.num_ranks, threads[1], drafter.num_cpus, drafter.num_gpus)

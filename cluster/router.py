@@ -58,8 +58,12 @@ class Router:
     def route(self, rank: str) -> RankRoute | None:
         return next((r for r in self.table.ranks if r.endpoint.name == rank), None)
 
-    def candidates(self, now_s: float) -> list[RankRoute]:
-        """Ready ranks, best first."""
+    def candidates(self, now_s: float, wanted: str | None = None) -> list[RankRoute]:
+        """Ready ranks, best first; before all others the `wanted` one."""
+        best = self._by_load(now_s)
+        return sorted(best, key=lambda route: route.endpoint.name != wanted) if wanted else best
+
+    def _by_load(self, now_s: float) -> list[RankRoute]:
         ready = [route for route in self.table.ranks if route.state == "ready"]
         if not ready:
             return []
@@ -70,6 +74,11 @@ class Router:
         if not known:
             return sorted(rotated, key=lambda r: self._own[r.endpoint.name])
         return sorted(rotated, key=lambda r: self._predicted_s(r.endpoint.name, known))
+
+    @property
+    def loads(self) -> list[RankLoad]:
+        """What the allocator last said of every rank."""
+        return list(self._loads.values())
 
     def describe(self) -> list[dict[str, Any]]:
         """Every rank with its state, what is wrong with it, and its last known load, for /health."""

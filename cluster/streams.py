@@ -44,6 +44,8 @@ class StreamOrder:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
+    class_id: int = 0  # index into `policy.classes`
+    rank: str | None = None  # the rank it shall be placed on first; None: the best one
 
 
 class StreamJournal:
@@ -91,6 +93,7 @@ class StreamJournal:
             sampling=order.sampling,
             stop_token_ids=order.stop_token_ids,
             traceparent=order.traceparent,
+            class_id=order.class_id,
         )
 
     def apply(self, delta: TokenDelta) -> tuple[int, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
 
 from actors import tracing
+from actors.core.messages import RankLoad
 from cluster.streams import SpeculationCounts
 
 LATENCY_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -107,6 +109,33 @@ class FrontMetrics:
             "vllm:time_per_output_token_seconds", "Mean interval after the first token."
         )
         return "\n".join(lines) + "\n"
+
+
+def rank_gauges(loads: Sequence[RankLoad]) -> str:
+    """What the allocator last decided for each rank, as Prometheus text."""
+    budgets = [load.budget for load in loads if load.budget is not None]
+    errors = {load.rank: load.prediction_error for load in loads}
+    lines: list[str] = []
+    for name, help_text, values in (
+        (
+            "dspark:rank_budget_tokens",
+            "Most draft tokens a step may verify.",
+            {budget.rank: float(budget.max_draft_tokens) for budget in budgets},
+        ),
+        (
+            "dspark:rank_price",
+            "Lowest survival (or worth) verified.",
+            {budget.rank: budget.min_survival for budget in budgets},
+        ),
+        (
+            "dspark:rank_prediction_error",
+            "Mean relative error of the step times predicted for its group.",
+            {rank: error for rank, error in errors.items() if error is not None},
+        ),
+    ):
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"] if values else []
+        lines += [f'{name}{{rank="{rank}"}} {value:g}' for rank, value in values.items()]
+    return "".join(line + "\n" for line in lines)
 
 
 @dataclass

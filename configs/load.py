@@ -238,6 +238,9 @@ def _explain(
             str(part) for part in first["loc"][:2]
         )  # section, field; then union branches
         problem = first["msg"][0].lower() + first["msg"][1:]
+        inside = first["loc"][2:]
+        if inside and isinstance(inside[0], int):  # an entry of a list
+            problem = ".".join(map(str, inside)) + f": {problem}"
         remedy, value = allowed(_field_info(field)), first["input"]
     return ConfigError(field, value, origins.get(field, "default"), problem, remedy)
 
@@ -256,6 +259,9 @@ def allowed(info: FieldInfo) -> str:
     choices = [repr(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
     if choices:
         return "allowed: " + ", ".join(choices)
+    for kind in get_args(info.annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return "allowed: a list of {" + ", ".join(kind.model_fields) + "}"
     words = {int: "integer", float: "number", str: "text", bool: "true or false"}
     kinds = [words.get(kind, "null") for kind in get_args(info.annotation) or (info.annotation,)]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from configs.machine import multiplies_bfloat16
-
-
-class Section(BaseModel):
-    """A part of the configuration. Strict: `yes` is no number and "2" is no integer."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False
-    )
+from configs.policy import PolicyConfig
+from configs.section import Section
 
 
 class ModelConfig(Section):
@@ -77,6 +71,11 @@ class TargetConfig(Section):
         256, ge=8, description="Tokens of one forward, prefill chunks included."
     )
 
+    @property
+    def rank_names(self) -> tuple[str, ...]:
+        """Of the target actors, as `policy.group_size` counts them."""
+        return tuple(f"target-{number}" for number in range(self.num_ranks))
+
 
 class DrafterConfig(Section):
     """Every drafter actor."""
@@ -97,29 +96,6 @@ class DrafterConfig(Section):
         250.0,
         ge=0,
         description="Longest a rank waits for a proposal before it runs a plain step, in milliseconds.",
-    )
-
-
-class PolicyConfig(Section):
-    """How verification budgets are decided."""
-
-    name: Literal["none", "static_length", "static_threshold", "algorithm1", "lagged"] = Field(
-        "lagged",
-        description="none = no speculation; lagged = measured curves and survivals two steps old.",
-    )
-    static_length: int = Field(
-        5, ge=0, le=32, description="Draft tokens verified per request by static_length."
-    )
-    static_threshold: float = Field(
-        0.3, ge=0, le=1, description="Lowest survival verified by static_threshold (a probability)."
-    )
-    min_predicted_gain: float = Field(
-        0.0,
-        ge=0,
-        description="Relative gain over no speculation below which a budget is not applied.",
-    )
-    budget_ttl_steps: int = Field(
-        8, ge=1, description="Steps after which a budget is stale and the rank decides alone."
     )
 
 
@@ -150,6 +126,10 @@ class IngressConfig(Section):
         60.0,
         gt=0,
         description="Longest a stream waits for a rank to go on after it lost its own, in seconds.",
+    )
+    allow_rank_hint: bool = Field(
+        False,
+        description='Whether a request may name its rank ("dspark": {"rank": "target-0"}); for benchmarks and drills.',
     )
     proxy: Literal["auto", "haproxy", "python"] = Field(
         "auto",
@@ -209,6 +189,7 @@ class ClusterConfig(Section):
                 f"longer than the block of drafter.gamma = {drafter.gamma} tokens",
                 f"use at most {drafter.gamma}, or raise drafter.gamma",
             )
+        yield from self.policy.conflicts(target.num_ranks)
         if self.ingress.reservation_timeout_s > self.ingress.request_timeout_s:
             yield (
                 "ingress.reservation_timeout_s",

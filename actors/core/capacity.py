@@ -1,79 +1,28 @@
-"""The allocator's brain, and the policy a rank runs by itself: budgets from measured curves and lagged survivals.
+"""The allocator's brain: budgets from measured curves and lagged survivals, for all ranks of a cluster.
 
-Both use the same pure search. The allocator is advisory: a rank without a fresh budget asks its `LocalPolicy`.
+Advisory: a rank without a fresh budget decides by its own `local_policy.LocalPolicy`, which runs the same search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.draft_pause import DraftPause, NeverDraft
+from actors.core.local_policy import PolicyName
 from actors.core.messages import LoadView, RankLoad, RankProfile, StepReport, VerifyBudget
-from actors.core.prefix_scheduler import (
-    LAG_STEPS,
-    Algorithm1,
-    Budget,
-    Lagged,
-    NoSpeculation,
-    StaticLength,
-    StaticThreshold,
-    lagged_budget,
-)
+from actors.core.prefix_scheduler import LAG_STEPS, Budget, lagged_budget
 from actors.core.sps import CostCurve, RankTimes
-from actors.core.verify_decision import DraftPolicy, StepFacts, VerifyChoice, VerifyPolicy
 
 Float32 = npt.NDArray[np.float32]
-PolicyName = Literal["none", "static_length", "static_threshold", "algorithm1", "lagged"]
 
 _SMOOTHING = 0.9  # of the served averages behind the load view
-
-
-# --- on the rank ----------------------------------------------------------------------------------------------------
-
-
-class LocalPolicy:
-    """What a rank without a fresh budget decides by: the configured policy over its own curve and survivals.
-
-    A `verify_decision.VerifyPolicy`. The shell hands it the measured curve (`times.measured`) and every served step
-    (`times.fold`); until then it is cold and verifies what is more likely accepted than not.
-
-    Attributes:
-        drafting: for the `VerifyDecider`; None for a policy that always drafts.
-    """
-
-    def __init__(
-        self,
-        name: PolicyName,
-        static_length: int = 0,
-        static_threshold: float = 0.0,
-        min_predicted_gain: float = 0.0,
-    ) -> None:
-        self.name = name
-        self.times = RankTimes()
-        policies: dict[str, VerifyPolicy] = {
-            "none": NoSpeculation(),
-            "static_length": StaticLength(static_length),
-            "static_threshold": StaticThreshold(static_threshold),
-            "algorithm1": Algorithm1(self.times),
-            "lagged": Lagged(self.times, min_predicted_gain),
-        }
-        self._policy = policies[name]
-        drafting: dict[str, DraftPolicy] = {
-            "none": NeverDraft(),
-            "lagged": DraftPause(self.times, min_predicted_gain),
-        }
-        self.drafting = drafting.get(name)
-
-    def choose(self, facts: StepFacts) -> VerifyChoice:
-        return self._policy.choose(facts)
-
-
-# --- in the allocator -----------------------------------------------------------------------------------------------
+_KEPT_RECORDS = 4096
+# What a plan may say of itself. Any other rule is a fallback: the plan asked for could not be made.
+PLANNED = frozenset({"joint", "uniform", "none", "explore", "lagged", "low_gain", "idle"})
 
 
 @dataclass(frozen=True)
@@ -86,16 +35,52 @@ class RankView:
     times: RankTimes
 
 
-BudgetSolver = Callable[[list[RankView], float], list[Budget]]
-"""From the views of all ranks and the least gain to one budget a rank. A joint solver over groups replaces it."""
+class BudgetSolver(Protocol):
+    """From the views of all ranks and the least gain to one budget a rank."""
+
+    def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]: ...
+
+    def observe(self, report: StepReport) -> bool:
+        """Learn from a report. Whether its step time is the rank's own, not that of a group that steps together."""
+
+    def forget(self, rank: str) -> None:
+        """The rank is gone: it weighs in no plan any more."""
+
+    def prediction_error(self, rank: str) -> float | None:
+        """Mean relative error of the step times predicted for the rank's group; None: it is in none."""
 
 
-def solve_each(views: list[RankView], min_predicted_gain: float) -> list[Budget]:
-    """Every rank by itself: right for ranks that do not share a step (C6, the special case of one rank)."""
-    return [
-        lagged_budget(view.survivals, view.times, view.num_other_tokens, min_predicted_gain)
-        for view in views
-    ]
+class EachAlone:
+    """Every rank by itself: right for ranks that share nothing (C6, the special case of one rank)."""
+
+    def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]:
+        return [
+            lagged_budget(view.survivals, view.times, view.num_other_tokens, min_predicted_gain)
+            for view in views
+        ]
+
+    def observe(self, report: StepReport) -> bool:
+        return report.step >= 0
+
+    def forget(self, rank: str) -> None:
+        """Nothing is kept."""
+
+    def prediction_error(self, rank: str) -> float | None:
+        assert rank
+        return None
+
+
+@dataclass(frozen=True)
+class BudgetRecord:
+    """A budget that was published, and the report it was made from: how budgets follow load can be read off these."""
+
+    number: int  # rises by one
+    at: float  # seconds on the caller's clock
+    num_requests: int
+    budget_used: int  # draft tokens verified in the step reported
+    num_committed: int
+    step_time_s: float
+    budget: VerifyBudget
 
 
 @dataclass
@@ -107,6 +92,7 @@ class _Rank:
     times: RankTimes = field(default_factory=RankTimes)
     report: StepReport | None = None
     budgeted_step: int = -1
+    budget: VerifyBudget | None = None  # the newest
     committed_per_round: float = 1.0
 
 
@@ -115,10 +101,12 @@ class Allocator:
     """Folds reports and profiles of all ranks; publishes budgets and the load view. Holds no clock: `now` is given.
 
     Attributes:
-        policy: budgets are published for "lagged" only; every other policy is decided on the rank.
+        policy: budgets are published for "lagged" and "joint"; every other policy is decided on the rank.
         budget_ttl_steps: steps after its first one in which a budget may still be used.
         max_report_age_s: a rank silent for longer gets no budget.
         expected_identity: refuse curves of another model, device or topology; None accepts any.
+        num_by_rule: budgets published, by the rule behind them.
+        records: of the last budgets, oldest first.
     """
 
     policy: PolicyName = "lagged"
@@ -126,8 +114,10 @@ class Allocator:
     min_predicted_gain: float = 0.0
     max_report_age_s: float = 10.0
     expected_identity: str | None = None
-    solver: BudgetSolver = solve_each
+    solver: BudgetSolver = field(default_factory=EachAlone)
     num_stale_reports: int = 0
+    num_by_rule: Counter[str] = field(default_factory=Counter)
+    records: deque[BudgetRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     # Incarnations that are over (None), or were forgotten and may come back.
     _retired: dict[tuple[str, str], _Rank | None] = field(default_factory=dict)
@@ -151,7 +141,7 @@ class Allocator:
             self.num_stale_reports += 1
             return False
         rank.report, rank.heard_at = message, now
-        self._learn(rank, message)
+        self._learn(rank, message, self.solver.observe(message))
         return True
 
     def forget(self, rank: str) -> None:
@@ -159,6 +149,7 @@ class Allocator:
         known = self._ranks.pop(rank, None)
         if known is not None:
             self._retired[rank, known.epoch] = known
+            self.solver.forget(rank)
 
     def recall(self, rank: str, epoch: str) -> bool:
         """A rank is there (again). Whether it is a forgotten incarnation, which now counts as before."""
@@ -171,7 +162,7 @@ class Allocator:
 
     def budgets(self, now: float) -> list[VerifyBudget]:
         """A budget for every rank whose newest report has none yet, from that report's survivals (C3)."""
-        if self.policy != "lagged":
+        if self.policy not in ("lagged", "joint"):
             return []
         ready = [
             (name, rank, rank.report)
@@ -186,25 +177,43 @@ class Allocator:
             RankView(name, report.survivals, report.num_prefill_tokens, rank.times)
             for name, rank, report in ready
         ]
-        published = []
-        for (name, rank, report), budget in zip(
-            ready, self.solver(views, self.min_predicted_gain), strict=True
-        ):
+        budgets = self.solver(views, self.min_predicted_gain)
+        for _, rank, report in ready:
             rank.budgeted_step = report.step
-            for_step = report.step + LAG_STEPS
-            published.append(
-                VerifyBudget(
-                    rank=name,
-                    epoch=rank.epoch,
-                    based_on_step=report.step,
-                    for_step=for_step,
-                    expires_step=for_step + self.budget_ttl_steps,
-                    max_draft_tokens=budget.max_draft_tokens,
-                    min_survival=budget.min_survival,
-                    rule=budget.rule,
-                )
-            )
+        # Without a block in the step (drafting is paused) there was nothing to plan, and what was planned when there
+        # was must not be replaced by "nothing": the first blocks after the pause would go unverified.
+        return [
+            self._publish(name, rank, report, budget, now)
+            for (name, rank, report), budget in zip(ready, budgets, strict=True)
+            if report.survivals.any()
+        ]
+
+    def _publish(
+        self, name: str, rank: _Rank, report: StepReport, budget: Budget, now: float
+    ) -> VerifyBudget:
+        for_step = report.step + LAG_STEPS
+        published = VerifyBudget(
+            rank=name,
+            epoch=rank.epoch,
+            based_on_step=report.step,
+            for_step=for_step,
+            expires_step=for_step + self.budget_ttl_steps,
+            max_draft_tokens=budget.max_draft_tokens,
+            min_survival=budget.min_survival,
+            rule=budget.rule,
+            class_weights=budget.class_weights,
+        )
+        rank.budget = published
+        counts = (report.num_requests, report.budget_used, report.num_committed)
+        number = self.num_by_rule.total()
+        self.records.append(BudgetRecord(number, now, *counts, report.step_time_s, published))
+        self.num_by_rule[budget.rule] += 1
         return published
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Budgets whose rule says that the policy's own plan could not be made."""
+        return sum(count for rule, count in self.num_by_rule.items() if rule not in PLANNED)
 
     def load_view(self, now: float) -> LoadView:
         """The load of every rank heard of. A rank that has not reported yet shows zero blocks: not known."""
@@ -223,14 +232,18 @@ class Allocator:
         if known is None or known.epoch != epoch:
             if known is not None:
                 self._retired[name, known.epoch] = None
+                self.solver.forget(name)
             self._ranks[name] = known = _Rank(epoch, now)
         return known
 
-    def _learn(self, rank: _Rank, report: StepReport) -> None:
+    @staticmethod
+    def _learn(rank: _Rank, report: StepReport, is_own_time: bool) -> None:
+        """The time of a group must not correct a rank's own curve, by which it plans when left alone."""
         decoding = report.num_requests and not report.num_prefill_tokens
         if not decoding:
             return
-        rank.times.fold_report(report)
+        if is_own_time:
+            rank.times.fold_report(report)
         per_round = report.num_committed / report.num_requests
         rank.committed_per_round = (
             _SMOOTHING * rank.committed_per_round + (1 - _SMOOTHING) * per_round
@@ -248,21 +261,25 @@ class Allocator:
             num_blocks=report.num_blocks if report else 0,
             predicted_tpot_s=self._predicted_tpot_s(rank, running, waiting),
             age_s=now - rank.heard_at,
+            budget=rank.budget,
+            prediction_error=self.solver.prediction_error(name),
         )
 
     def _predicted_tpot_s(self, rank: _Rank, running: int, waiting: int) -> float:
         """Seconds between two tokens of one more request: a round with it, over what a round commits per request.
 
-        Requests that wait share the rank with those that run, so they lengthen everyone's share alike.
+        A rank that asks no blocks for its requests (drafting is paused) asks none for one more. Requests that wait
+        share the rank with those that run, so they lengthen everyone's share alike.
         """
         report, queued = rank.report, (running + waiting + 1) / (running + 1)
         curve = rank.times.curve
         if curve is None:
             served = report.step_time_s + report.draft_wait_s if report else 0.0
             return served / rank.committed_per_round * queued
+        per_request, drafted = 1.0 + curve.gamma, 1.0
         if report and running:
             per_request = (report.batch_tokens - report.num_prefill_tokens) / running
-        else:
-            per_request = 1.0 + curve.gamma
-        round_s = float(rank.times.step_time_s_at(running + 1, per_request * (running + 1)))
+            drafted = int(report.num_proposed.max(initial=0)) / running
+        num_drafting = round(drafted * (running + 1))
+        round_s = float(rank.times.round_time_s_at(per_request * (running + 1), num_drafting))
         return round_s / rank.committed_per_round * queued

@@ -11,18 +11,17 @@ only worth decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.core.group_times import GroupTimes
 from actors.core.joint import JointPlan, plan_group
-from actors.core.prefix_scheduler import allocate
+from actors.core.service_class import ServiceClass, allocate_classes, worth_of
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
-Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_BOOST = 16.0  # of a deadline's multiplier
@@ -34,22 +33,6 @@ MIN_ELASTICITY = 0.1  # log of speed gained over log of multiplier; less starves
 HOLD_STEPS = 1000  # before a multiplier that did not help may rise again
 DEADLINE_TOLERANCE = 0.002  # relative
 SMOOTHING = 0.9  # of the served speeds
-
-
-@dataclass(frozen=True)
-class ServiceClass:
-    """What the requests of one tenant or class are owed."""
-
-    name: str
-    weight: float = 1.0
-    max_tpot_s: float | None = None  # deadline: mean seconds a token
-    min_verify_len: int = 0  # draft tokens that are verified whatever they are worth
-    max_verify_len: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.weight > 0 and self.min_verify_len >= 0
-        assert self.max_tpot_s is None or self.max_tpot_s > 0
-        assert self.max_verify_len is None or self.max_verify_len >= self.min_verify_len
 
 
 class ClassPrices:
@@ -142,8 +125,9 @@ def plan_classes(
         survivals: [sum R, gamma] rank after rank.
         class_ids: [sum R] index of each row's class.
     """
-    worth, forced = _worth(survivals, class_ids, prices)
-    weights = prices.weights()[class_ids]
+    of_class = prices.weights()
+    worth, forced = worth_of(survivals, class_ids, prices.classes, of_class.tolist())
+    weights = of_class[class_ids]
     position = np.arange(survivals.shape[1])
     is_forced = position < forced[:, None]
     base = float(weights.sum() + (worth * is_forced).sum(dtype=np.float64))
@@ -158,25 +142,6 @@ def plan_classes(
         None if incumbent is None else np.maximum(incumbent - forced_of_rank, 0),
     )
     return replace(planned, max_draft_tokens=planned.max_draft_tokens + forced_of_rank)
-
-
-def allocate_classes(
-    survivals: Float32,
-    max_draft_tokens: int,
-    min_worth: float,
-    caps: npt.NDArray[np.integer],
-    class_ids: Int64,
-    prices: ClassPrices,
-) -> Int32:
-    """`prefix_scheduler.allocate` by worth on one rank: forced slots first, never past a class's longest length.
-
-    As lawful as by survival (C3): weights are of the past, and worth falls along a row as survivals do.
-    """
-    worth, forced = _worth(survivals, class_ids, prices)
-    position = np.arange(survivals.shape[1])
-    ranked = np.where(position < forced[:, None], np.float32(1.0), worth)
-    longest = np.array([_longest(c, survivals.shape[1]) for c in prices.classes])[class_ids]
-    return allocate(ranked, max_draft_tokens, min_worth, np.minimum(caps, longest))
 
 
 def solve(
@@ -224,7 +189,8 @@ def _predicted_speed(
                 budget.min_survival,
                 caps,
                 class_ids[rows],
-                prices,
+                prices.classes,
+                prices.weights().tolist(),
             )
             taken = np.arange(survivals.shape[1]) < lens[:, None]
             tokens = 1.0 + (survivals[rows] * taken).sum(axis=1, dtype=np.float64)
@@ -232,21 +198,3 @@ def _predicted_speed(
             rate += np.bincount(class_ids[rows], weights=tokens, minlength=num) / plan.step_time_s
             requests += np.bincount(class_ids[rows], minlength=num)
     return np.where(requests > 0, rate / np.maximum(requests, 1), np.nan)
-
-
-def _worth(survivals: Float32, class_ids: Int64, prices: ClassPrices) -> tuple[Float32, Int64]:
-    """What each slot is worth [R, gamma], zero past the longest length, and the forced slots of each row [R].
-
-    A row without a proposal (no survival at all) has nothing that could be forced.
-    """
-    gamma = survivals.shape[1]
-    weights = prices.weights().astype(np.float32)[class_ids]
-    longest = np.array([_longest(c, gamma) for c in prices.classes])[class_ids]
-    least = np.array([min(c.min_verify_len, gamma) for c in prices.classes])[class_ids]
-    worth = survivals * weights[:, None]
-    worth[np.arange(gamma) >= longest[:, None]] = 0.0
-    return worth, np.where(survivals.any(axis=1), least, 0)
-
-
-def _longest(service: ServiceClass, gamma: int) -> int:
-    return gamma if service.max_verify_len is None else min(service.max_verify_len, gamma)

@@ -37,7 +37,7 @@ class RankStep:
     """What one rank brought to a step, or will bring to the next one."""
 
     curve: CostCurve
-    num_requests: int
+    num_blocks: int  # requests it drafts for: none while drafting is paused
     batch_tokens: int  # all tokens of a served step; requests and prefill of a planned one
     context_tokens: int = 0
 
@@ -83,10 +83,10 @@ class LockstepModel:
         assert len(steps) == len(self.rank_scale)
         scale = self.rank_scale * max(self._weights[0], 1e-3)
         curves = tuple(step.curve for step in steps)
-        requests = np.array([step.num_requests for step in steps])
+        blocks = np.array([step.num_blocks for step in steps])
         drafting = np.empty(len(steps))
         for curve, rows in kinds_of(curves):
-            drafting[rows] = drafting_s(curve, requests[rows])
+            drafting[rows] = drafting_s(curve, blocks[rows])
         context = np.array([step.context_tokens for step in steps], np.float64)
         context_s = self._weights[1] * self._unit * context / 1e6
         return GroupTimes(
@@ -141,7 +141,7 @@ class LockstepModel:
         predicted = times.step_time_s(np.zeros(len(times.scale)))
         curve_s = (
             float(step.curve.verify_time_s(step.batch_tokens))
-            + float(drafting_s(step.curve, step.num_requests))
+            + float(drafting_s(step.curve, step.num_blocks))
         ) * self.rank_scale[slowest]
         features = np.concatenate(
             [

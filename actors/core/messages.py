@@ -1,8 +1,8 @@
 """Every message between processes, grouped by the receiver.
 
-Rules (contract C4). A message about a request carries the request's `generation` (bumped each time the ingress
-re-submits it) and a committed length, so that a late, repeated or reordered message is recognised and dropped instead
-of being repaired. All messages are idempotent. Batches are structs of arrays: one message a step, not one a request.
+Rules (contract C4). A message about a request carries its `generation` (bumped each time the ingress re-submits it) and
+a committed length, so that a late, repeated or reordered message is recognised and dropped, not repaired. All messages
+are idempotent. Batches are structs of arrays: one message a step, not one a request.
 
 Lengths: `committed_len` counts prompt plus committed output tokens. The anchor is the last of them, at position
 `committed_len - 1` of the stream; the draft context of a request covers positions `0 .. committed_len - 2`.
@@ -65,6 +65,7 @@ class AdmittedRequest:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
+    class_id: int = 0  # index into `policy.classes`
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,15 @@ class VerifyBudget:
     for_step: int
     expires_step: int
     max_draft_tokens: int  # K
-    min_survival: float  # price lambda
+    min_survival: float  # price lambda; with class weights it is a worth, survival times weight
     rule: str = "lagged"
+    class_weights: tuple[float, ...] = ()  # of `policy.classes`; empty: not weighed
 
     def __post_init__(self) -> None:
         if self.based_on_step > self.for_step - 2:
             raise AnticipatingBudgetError(
-                f"based_on_step={self.based_on_step} for_step={self.for_step}: a budget may only use survivals at "
-                "least two steps old; build it from an older StepReport"
+                f"based_on_step={self.based_on_step} for_step={self.for_step}: a budget may only use survivals "
+                "at least two steps old; build it from an older StepReport"
             )
 
 
@@ -178,6 +180,8 @@ class StepReport:
     num_waiting: int
     budget_rule: str
     budget_used: int
+    class_ids: Int32 | None = None  # [R]; None: all of the first class
+    row_committed: Int32 | None = None  # [R] tokens of each round; None: not told
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,8 @@ class RankLoad:
     num_blocks: int
     predicted_tpot_s: float  # time per output token a new request would see
     age_s: float
+    budget: VerifyBudget | None = None  # the last one published
+    prediction_error: float | None = None  # relative, of the step times of its group; None: in none
 
 
 @dataclass(frozen=True)
@@ -284,17 +290,6 @@ class RoutingTable:
 
 
 Message = (
-    Reserve
-    | AdmittedRequest
-    | AbortRequest
-    | ProposalBatch
-    | VerifyBudget
-    | CommitBatch
-    | CloseDraft
-    | StepReport
-    | RankProfile
-    | Subscribe
-    | ReservationReply
-    | TokenDeltas
-    | LoadView
-)
+    Reserve | AdmittedRequest | AbortRequest | ProposalBatch | VerifyBudget | CommitBatch | CloseDraft | StepReport
+    | RankProfile | Subscribe | ReservationReply | TokenDeltas | LoadView
+)  # fmt: skip

@@ -45,6 +45,7 @@ class Budget:
     max_draft_tokens: int  # K
     min_survival: float  # lambda
     rule: str
+    class_weights: tuple[float, ...] = ()  # lambda is a worth then; see `VerifyBudget`
 
 
 def allocate(

@@ -198,6 +198,7 @@ class Rank:
             num_prefill_tokens=min(prefill_left, self.limits.max_batch_tokens - len(rounds)),
             context_tokens=int(table.committed_len[rounds].sum()),
             is_unasked=table.is_unasked[rounds],
+            class_ids=table.class_id[rounds],
         )
 
     def _choose_drafting(self, slots: Slots) -> Mask:

@@ -1,12 +1,17 @@
-"""What a rank tells the allocator: after a step, and once when it has nothing left to run."""
+"""What a rank tells others: the allocator after a step, and when nothing is left to run; its counts to whoever asks."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actors.core.messages import Endpoint, StepReport
 from actors.core.request_book import RequestBook
 from actors.core.step_commit import Commit, StepInFlight
+
+if TYPE_CHECKING:
+    from actors.core.rank import Rank
 
 
 def step_report(
@@ -33,6 +38,8 @@ def step_report(
         num_waiting=len(book.waiting),
         budget_rule=decision.choice.rule,
         budget_used=int(decision.verify_len.sum()),
+        class_ids=decision.class_ids,
+        row_committed=commit.num_new[: flight.num_rounds],
     )
 
 
@@ -60,3 +67,20 @@ def idle_report(rank: Endpoint, book: RequestBook, step: int) -> StepReport:
         budget_rule="idle",
         budget_used=0,
     )
+
+
+def rank_stats(rank: Rank) -> dict[str, Any]:
+    """Counts since this incarnation started, and what it holds now."""
+    book, acceptance = rank.book, rank.counters.acceptance
+    return {
+        **{name: value for name, value in vars(rank.counters).items() if isinstance(value, int)},
+        "acceptance_length": acceptance.acceptance_length if acceptance.num_rounds else None,
+        "num_running": int(book.table.is_running.sum()) + len(book.prefilling),
+        "num_waiting": len(book.waiting),
+        "num_free_blocks": book.pool.num_free,
+        "num_blocks": book.pool.num_blocks,
+        "step_time_s": rank.step_time_s,
+        "is_idle": rank.is_idle,
+        "num_budgets_refused": rank.decider.budgets.num_refused,
+        "last_rule": rank.report.budget_rule if rank.report else "",
+    }

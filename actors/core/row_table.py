@@ -29,6 +29,7 @@ class RowTable:
         # --- the request ---
         self.generation = np.zeros(num_slots, np.int32)
         self.arrival = np.zeros(num_slots, np.int64)
+        self.class_id = np.zeros(num_slots, np.int32)
         self.committed_len = np.zeros(num_slots, np.int32)  # context_len + 1, in a prompt too
         self.anchor_token_id = np.zeros(num_slots, np.int32)
         self.num_remaining = np.zeros(num_slots, np.int32)  # tokens it may still produce
@@ -70,6 +71,7 @@ class RowTable:
         self.requests[slot] = request
         self.generation[slot] = request.generation
         self.arrival[slot] = request.arrival
+        self.class_id[slot] = request.admitted.class_id
         blocks = request.lease.blocks
         self.block_table[slot, : len(blocks)] = blocks
         self.block_table[slot, len(blocks) :] = 0

@@ -43,12 +43,16 @@ class Commit:
     num_kept: npt.NDArray[
         np.int32
     ]  # [R] leading tokens of each row whose features its drafter gets
+    num_new: npt.NDArray[np.int32]  # [R] tokens each row added to its stream
     acceptance: AcceptanceCounters
     deltas: dict[Endpoint, list[TokenDelta]] = field(default_factory=dict)
-    num_committed: int = 0
     prefilled: list[Request] = field(default_factory=list)  # their prompts are done
     ended: list[Request] = field(default_factory=list)  # stop condition met in this step
     aborted: list[Request] = field(default_factory=list)  # ended while the step was under way
+
+    @property
+    def num_committed(self) -> int:
+        return int(self.num_new.sum())
 
 
 def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Commit:
@@ -60,6 +64,7 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
     # Of a round the anchor and the accepted tokens stay; of a prefill row the whole chunk.
     num_kept = np.diff(plan.cu_query_len) - plan.verify_len + result.num_accepted
     commit = Commit(
+        np.zeros(plan.num_requests, np.int32),
         np.zeros(plan.num_requests, np.int32),
         AcceptanceCounters.zero(table.gamma),
         aborted=[request for request in flight.rows if request.finished],
@@ -73,7 +78,7 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
             request.advance_prefill(int(num_kept[row]))
             if runs[row]:
                 commit.prefilled.append(request)
-        if runs[row] and _extend(request, runs[row], commit):
+        if runs[row] and _extend(request, row, runs[row], commit):
             commit.ended.append(request)
             continue
         table.advance(request)
@@ -100,12 +105,12 @@ def _count_round(request: Request, decision: StepDecision, row: int) -> None:
         request.num_scheduled += int(decision.verify_len[row])
 
 
-def _extend(request: Request, run: list[int], commit: Commit) -> bool:
+def _extend(request: Request, row: int, run: list[int], commit: Commit) -> bool:
     """Append a run to its stream. Whether the stream ends with it."""
     emitted, reason = request.commit(run)
     # The last token of an uncut run is the target's own, the others were drafted.
     request.num_accepted += min(len(emitted), len(run) - 1)
-    commit.num_committed += len(emitted)
+    commit.num_new[row] = len(emitted)
     delta = request.delta(emitted, reason)
     commit.deltas.setdefault(request.admitted.reply_to, []).append(delta)
     return reason is not None

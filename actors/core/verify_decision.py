@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.messages import VerifyBudget
+from actors.core.budget_shelf import BudgetShelf
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -24,7 +24,6 @@ CutRule = Literal[
 ]
 
 _LAG_STEPS = 2
-_KEPT_BUDGETS = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class VerifyChoice:
     min_survival: float  # lambda
     rule: str
     max_verify_len: int | None = None
+    class_weights: tuple[float, ...] = ()  # [C] lambda is a worth then, survival times weight
 
 
 class VerifyPolicy(Protocol):
@@ -99,35 +99,23 @@ class Allocate(Protocol):
     ) -> Int32: ...
 
 
-class BudgetShelf:
-    """Budgets received for one incarnation of a rank."""
+class AllocateClasses(Protocol):
+    """`Allocate` for rows of several classes of service; see `service_class.ClassAllocation`."""
 
-    def __init__(self, rank: str, epoch: str) -> None:
-        self._rank = rank
-        self._epoch = epoch
-        self._budgets: deque[VerifyBudget] = deque(maxlen=_KEPT_BUDGETS)
-        self.num_refused = 0
+    def longest(self, class_ids: Int32, gamma: int) -> Int32: ...
 
-    def offer(self, budget: VerifyBudget, step: int) -> None:
-        """Keep a budget that can still apply at `step` or later. Others are refused and counted.
+    def widen(
+        self, choice: VerifyChoice, has_draft: Mask, class_ids: Int32, gamma: int
+    ) -> VerifyChoice: ...
 
-        The lag is checked again: a message that was unpickled has not run its own check.
-        """
-        lawful = (
-            budget.rank == self._rank
-            and budget.epoch == self._epoch
-            and budget.based_on_step <= budget.for_step - _LAG_STEPS
-            and budget.expires_step >= step
-        )
-        if lawful:
-            self._budgets.append(budget)
-        else:
-            self.num_refused += 1
-
-    def newest(self, step: int) -> VerifyBudget | None:
-        """The lawful budget for `step` with the freshest basis."""
-        lawful = [b for b in self._budgets if b.for_step <= step <= b.expires_step]
-        return max(lawful, key=lambda b: (b.based_on_step, b.for_step), default=None)
+    def __call__(
+        self,
+        survivals: Float32,
+        max_draft_tokens: int,
+        choice: VerifyChoice,
+        caps: Int32,
+        class_ids: Int32,
+    ) -> Int32: ...
 
 
 @dataclass(frozen=True)
@@ -143,6 +131,8 @@ class StepDecision:
     choice: VerifyChoice
     room: int  # draft tokens the step could hold
     is_unasked: Mask | None = None  # [R] no block was asked for: drafting did not pay; None: nobody
+    bounds: Int32 | None = None  # [R] caps, and what policy and class allow; None: the caps
+    class_ids: Int32 | None = None  # [R] None: all of the first class
 
     @property
     def most_draft_tokens(self) -> int:
@@ -162,17 +152,23 @@ class StepDecision:
             return "none"
         if length == int(self.caps[row]):
             return "length"
-        if length == self.choice.max_verify_len:
+        if self.bounds is not None and length == int(self.bounds[row]):
             return "policy_length"
-        if self.survivals[row, length] < self.choice.min_survival:
+        if self.survivals[row, length] * self._weight(row) < self.choice.min_survival:
             return "price"
         return "room" if self.room < self.choice.max_draft_tokens else "budget"
+
+    def _weight(self, row: int) -> float:
+        """What turns the survivals of a row into what the price is compared with."""
+        weights = self.choice.class_weights
+        return weights[self.class_ids[row]] if weights and self.class_ids is not None else 1.0
 
 
 class VerifyDecider:
     """Turns survivals into verify lengths: the allocator's budget if a lawful one is there, else the local policy.
 
-    `drafting` decides whether blocks are asked for at all; None: always.
+    `drafting` decides whether blocks are asked for at all; None: always. `classes` spends a budget on rows of several
+    classes of service; None: all rows are alike.
     """
 
     def __init__(
@@ -182,11 +178,13 @@ class VerifyDecider:
         policy: VerifyPolicy,
         allocate: Allocate,
         drafting: DraftPolicy | None = None,
+        classes: AllocateClasses | None = None,
     ) -> None:
         self.budgets = BudgetShelf(rank, epoch)
         self.policy = policy
         self.drafting = drafting
         self._allocate = allocate
+        self._classes = classes
         self._history: deque[tuple[int, Float32]] = deque(maxlen=_LAG_STEPS + 1)
 
     def decide(
@@ -200,6 +198,7 @@ class VerifyDecider:
         num_prefill_tokens: int,
         context_tokens: int,
         is_unasked: Mask | None = None,
+        class_ids: Int32 | None = None,
     ) -> StepDecision:
         """Decide for the R rounds of a step.
 
@@ -208,7 +207,9 @@ class VerifyDecider:
             caps: [R] draft tokens a row can use: 0 without a draft, never past its last token.
             room: draft tokens the step has room for. It must not depend on current drafts (C3).
             is_unasked: [R] rows `choose_drafting` asked no block for; None: no row.
+            class_ids: [R] index of the class of each row; None: all of the first.
         """
+        ids = np.zeros(len(caps), np.int32) if class_ids is None else class_ids
         lagged_step, lagged = self._lagged(step, survivals.shape[1])
         facts = StepFacts(
             step, survivals, caps, lagged_step, lagged, num_prefill_tokens, context_tokens
@@ -219,17 +220,23 @@ class VerifyDecider:
             self._history.append((step, survivals))
             if self.drafting is not None:
                 self.drafting.note(step, survivals[has_draft])
-        budget = min(choice.max_draft_tokens, room)
-        bounds = caps
+        bounds, gamma = caps, survivals.shape[1]
         if choice.max_verify_len is not None:
             bounds = np.minimum(caps, np.int32(choice.max_verify_len))
-        if budget > 0 and bounds.any():
-            verify_len = self._allocate(survivals, budget, choice.min_survival, bounds)
-        else:
+        if self._classes is not None:
+            bounds = np.minimum(bounds, self._classes.longest(ids, gamma))
+            choice = self._classes.widen(choice, has_draft, ids, gamma)
+        budget = min(choice.max_draft_tokens, room)
+        if budget <= 0 or not bounds.any():
             verify_len = np.zeros(len(caps), np.int32)
+        elif self._classes is not None:
+            verify_len = self._classes(survivals, budget, choice, bounds, ids)
+        else:
+            verify_len = self._allocate(survivals, budget, choice.min_survival, bounds)
         return StepDecision(
-            step, request_ids, survivals, caps, has_draft, verify_len, choice, room, is_unasked
-        )
+            step, request_ids, survivals, caps, has_draft, verify_len, choice, room, is_unasked,
+            bounds, ids,
+        )  # fmt: skip
 
     def choose_drafting(self, facts: DraftFacts) -> DraftChoice:
         """Whose blocks to ask for, for the step to come. Must be called before those blocks exist (C3)."""
@@ -250,7 +257,8 @@ class VerifyDecider:
             return VerifyChoice(0, 1.0, rule)
         budget = self.budgets.newest(facts.step)
         if budget is not None:
-            return VerifyChoice(budget.max_draft_tokens, budget.min_survival, budget.rule)
+            most, price = budget.max_draft_tokens, budget.min_survival
+            return VerifyChoice(most, price, budget.rule, class_weights=budget.class_weights)
         return self.policy.choose(facts)
 
     def _lagged(self, step: int, gamma: int) -> tuple[int, Float32]:

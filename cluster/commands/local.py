@@ -30,7 +30,7 @@ def local_cluster(arguments: argparse.Namespace, *overrides: str) -> Iterator[st
     The child runs in a session of its own, so that Ctrl-C reaches this process alone and the child is always
     ended in order.
     """
-    settings = [*arguments.set, *overrides, f"ingress.port={_free_port()}"]
+    settings = [*arguments.set, *overrides, f"ingress.port={free_port()}"]
     load(arguments.config, settings)  # refuse a bad setting here, in one line
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
         state_file = Path(folder) / "running.json"
@@ -69,7 +69,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port nobody listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

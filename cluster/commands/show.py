@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -34,7 +35,11 @@ def _annotated_yaml(effective: ClusterConfig) -> Iterator[str]:
             section = head
             yield f"\n{section}:  # {type(effective).model_fields[section].description}"
         yield f"  # {info.description} ({allowed(info)})"
-        yield "  " + yaml.safe_dump({field: value}, default_flow_style=False).strip()
+        if isinstance(value, tuple):  # one line: YAML in YAML must not break
+            entries = json.dumps([entry.model_dump() for entry in value])
+            yield f"  {field}: {entries}"
+        else:
+            yield "  " + yaml.safe_dump({field: value}, default_flow_style=False).strip()
 
 
 def show_version(arguments: argparse.Namespace) -> int:

@@ -105,7 +105,7 @@ class Group:
                 batch_tokens=int(record.batch_tokens[at]),
                 context_tokens=int(self.ranks[at].context.sum()),
                 survivals=shown[at],
-                num_proposed=zeros,
+                num_proposed=np.full(self.system.gamma, record.num_requests[at], np.int64),
                 num_scheduled=zeros,
                 num_accepted=zeros,
                 num_committed=int(record.committed[at]),
@@ -114,6 +114,7 @@ class Group:
                 num_waiting=len(self.ranks[at].waiting),
                 budget_rule="",
                 budget_used=int(record.scheduled[at]),
+                class_ids=record.tenants[at][0].astype(np.int32),
             )
             for at, endpoint in enumerate(self.policy.ranks)
         ]

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.capacity import Allocator, LocalPolicy
-from actors.core.classes import ClassPrices, ServiceClass, allocate_classes
+from actors.core.capacity import Allocator
+from actors.core.classes import ClassPrices
 from actors.core.group_times import split_profiles
+from actors.core.local_policy import LocalPolicy
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, StepReport
 from actors.core.prefix_scheduler import allocate
+from actors.core.service_class import ClassAllocation, ServiceClass
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import VerifyDecider
 from cluster.simulation.machine import Hardware
@@ -37,22 +39,19 @@ class GroupPolicy:
             Endpoint(f"group-{group}-rank-{rank}", "target", "", "", "simulated")
             for rank in range(n)
         ]
-        self._deciders: list[VerifyDecider] = []
         self._locals: list[LocalPolicy] = []
         joint = system.policy == "joint"
         together = CostCurve.of(hardware.profile(self.ranks[0], n))
-        for endpoint in self.ranks:
+        for _ in self.ranks:
             policy = LocalPolicy(
-                "lagged" if system.policy == "joint" else system.policy,
+                system.policy,
                 static_length=system.length,
                 static_threshold=system.threshold,
                 min_predicted_gain=system.min_predicted_gain,
             )
             policy.times.measured(together)
             self._locals.append(policy)
-            self._deciders.append(VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate))
         self.prices: ClassPrices | None = None
-        self._tenants_of: dict[int, Int64] = {}  # rows of each rank in the present step
         self.solver: JointSolver | None = None
         self._allocator: Allocator | None = None
         if joint:
@@ -64,7 +63,10 @@ class GroupPolicy:
                 own, shared = split_profiles(CostCurve.of(profile), together, n)
                 profile = replace(profile, step_time_s=own.step_time_s)
             self.solver = JointSolver(
-                [[endpoint.name for endpoint in self.ranks]], shared, self.prices
+                [[endpoint.name for endpoint in self.ranks]],
+                shared,
+                self.prices,
+                learns=system.learn,
             )
             self._allocator = Allocator(
                 solver=self.solver,
@@ -73,6 +75,11 @@ class GroupPolicy:
             )
             for endpoint in self.ranks:
                 self._allocator.fold(replace(profile, rank=endpoint), 0.0)
+        classes = ClassAllocation(self.prices.classes) if self.prices else None
+        self._deciders = [
+            VerifyDecider(endpoint.name, endpoint.epoch, policy, allocate, classes=classes)
+            for endpoint, policy in zip(self.ranks, self._locals, strict=True)
+        ]
 
     def decide(
         self,
@@ -85,7 +92,6 @@ class GroupPolicy:
         context_tokens: int,
     ) -> Int32:
         """verify_len of each row of a rank."""
-        self._tenants_of[rank] = tenants
         decision = self._deciders[rank].decide(
             step,
             (),
@@ -95,13 +101,9 @@ class GroupPolicy:
             UNLIMITED,
             num_prefill_tokens,
             context_tokens,
+            class_ids=tenants.astype(np.int32),
         )
-        if self.prices is None or decision.choice.rule.startswith("local_"):
-            return decision.verify_len
-        choice = decision.choice
-        return allocate_classes(
-            survivals, choice.max_draft_tokens, choice.min_survival, caps, tenants, self.prices
-        )
+        return decision.verify_len
 
     def served(self, num_rounds: Int64, committed: Float64, seconds: float) -> None:
         """What one step brought each tenant [C]: their prices follow it."""
@@ -123,8 +125,6 @@ class GroupPolicy:
         at = {endpoint.name: rank for rank, endpoint in enumerate(self.ranks)}
         for report in reports:
             self._allocator.fold(report, now)
-            if self.system.learn:
-                self.solver.observe(report, self._tenants_of[at[report.rank.name]])
         for budget in self._allocator.budgets(now):
             self._deciders[at[budget.rank]].budgets.offer(budget, reports[0].step)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.core.capacity import Allocator, RankView, solve_each
+from actors.core.capacity import Allocator, EachAlone, RankView
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.core.prefix_scheduler import Budget, search
 from actors.core.sps import CostCurve, CurveError, CurveIdentityError
@@ -194,16 +194,17 @@ def test_when_prediction_and_measurement_part_the_budget_says_so() -> None:
 def test_another_solver_takes_the_place_of_the_independent_one() -> None:
     seen: list[RankView] = []
 
-    def joint(views: list[RankView], gain: float) -> list[Budget]:
-        seen.extend(views)
-        return [Budget(1, 0.5, "joint")] * len(views)
+    class Fixed(EachAlone):
+        def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]:
+            seen.extend(views)
+            return [Budget(1, 0.5, "joint")] * len(views)
 
-    allocator = Allocator(solver=joint)
+    allocator = Allocator(solver=Fixed())
     for name in ("rank-0", "rank-1"):
         allocator.fold(profile(name), 0.0)
         allocator.fold(report(4, name), 0.0)
     assert {b.rule for b in allocator.budgets(0.0)} == {"joint"}
-    assert len(seen) == len(solve_each(seen, 0.0)) == 2
+    assert len(seen) == len(EachAlone()(seen, 0.0)) == 2
 
 
 # --- load view -------------------------------------------------------------------------------------------------------

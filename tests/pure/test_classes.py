@@ -12,13 +12,12 @@ from actors.core.classes import (
     HOLD_STEPS,
     MAX_BOOST,
     ClassPrices,
-    ServiceClass,
-    allocate_classes,
     plan_classes,
     solve,
 )
 from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
+from actors.core.service_class import ServiceClass, allocate_classes
 from tests.pure.lockstep import curve, group, staircase
 
 Float32 = npt.NDArray[np.float32]
@@ -40,7 +39,7 @@ def verified(
     lens = [
         allocate_classes(
             shown[a:b], budget.max_draft_tokens, budget.min_survival, np.full(b - a, GAMMA),
-            ids[a:b], prices,
+            ids[a:b], prices.classes, prices.weights().tolist(),
         )
         for (a, b), budget in zip(itertools.pairwise(ends), plan.budgets(), strict=True)
     ]  # fmt: skip
@@ -117,7 +116,9 @@ def test_shortest_and_longest_lengths_hold_whatever_the_slots_are_worth() -> Non
     assert lens.tolist() == [4] * 4 + [0] + [1] * 3 + [4] * 4
     plan = plan_classes(shown, ids, requests, dear, prices)
     assert plan.max_draft_tokens[0] == 8
-    everything = allocate_classes(shown, 99, 0.0, np.full(12, GAMMA), ids, prices)
+    everything = allocate_classes(
+        shown, 99, 0.0, np.full(12, GAMMA), ids, prices.classes, prices.weights().tolist()
+    )
     assert everything[4:8].tolist() == [1] * 4
 
 

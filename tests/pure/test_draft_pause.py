@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.core.capacity import LocalPolicy, PolicyName
 from actors.core.draft_pause import (
     CHECK_EVERY,
     KEPT_ROWS,
@@ -18,6 +17,7 @@ from actors.core.draft_pause import (
     DraftPause,
     NeverDraft,
 )
+from actors.core.local_policy import LocalPolicy, PolicyName
 from actors.core.prefix_scheduler import LAG_STEPS
 from actors.core.sps import RankTimes
 from tests.pure.draft_load import Run, blocks, facts, measured

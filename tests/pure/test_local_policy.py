@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.core.capacity import LocalPolicy
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import Endpoint, RankProfile
 from actors.core.prefix_scheduler import allocate, search
 from actors.core.sps import CostCurve

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pytest
 
 from actors.core.capacity import Allocator, RankView
-from actors.core.classes import ClassPrices, ServiceClass
+from actors.core.classes import ClassPrices
 from actors.core.lockstep_solver import MISTRUSTED, JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.core.prefix_scheduler import COLD_PRICE, lagged_budget
+from actors.core.service_class import ServiceClass
 from actors.core.sps import RankTimes
 from tests.pure.lockstep import staircase
 
@@ -207,9 +208,8 @@ def test_the_class_of_the_rows_weighs_in_the_group_s_plan() -> None:
         solver = JointSolver([RANKS], prices=prices)
         brain = allocator(solver)
         for class_id, (name, rows) in enumerate(zip(RANKS, (40, 20), strict=True)):
-            shown = report(7, name, rows, confidence=0.85)
-            brain.fold(shown, 0.0)
-            solver.observe(shown, np.full(rows, class_id))
+            ids = np.full(rows, class_id, np.int32)
+            brain.fold(report(7, name, rows, confidence=0.85, class_ids=ids), 0.0)
         plans.append([budget.max_draft_tokens for budget in brain.budgets(0.0)])
     plain, weighed = plans
     assert weighed[0] > plain[0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.core.capacity import LocalPolicy, PolicyName
+from actors.core.local_policy import LocalPolicy, PolicyName
 from actors.core.messages import AnticipatingBudgetError, RankProfile, VerifyBudget
 from actors.core.prefix_scheduler import allocate
 from actors.core.sps import CostCurve

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from actors.core.capacity import LocalPolicy
 from actors.core.draft_pause import LAG_STEPS, MIN_PAUSE, MIN_ROWS, PROBE_EVERY, DraftPause
 from actors.core.explain import explain
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import AbortRequest, CommitBatch
 from tests.pure.draft_load import measured
 from tests.pure.rank_harness import Session, admitted, make_rank

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from actors.core.capacity import LocalPolicy
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import Endpoint, RankProfile, VerifyBudget
 from actors.core.prefix_scheduler import allocate, search
 from actors.core.sampling import SamplingParams

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from actors.core.capacity import Allocator
-from actors.core.classes import ClassPrices, ServiceClass, allocate_classes, plan_classes
+from actors.core.classes import ClassPrices, plan_classes
 from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.core.prefix_scheduler import allocate
+from actors.core.service_class import ServiceClass, allocate_classes
 from tests.torch_cpu.exact_law import Scheduler
 from tests.torch_cpu.test_losslessness import (
     APPENDIX_A,
@@ -84,7 +85,8 @@ def by_class(stale: Float32) -> Scheduler:
             budget.min_survival,
             np.full(len(survival), 2),
             ids,
-            prices,
+            prices.classes,
+            prices.weights().tolist(),
         )
 
     return schedule
@@ -141,8 +143,8 @@ def test_weights_moved_by_the_current_draft_are_caught() -> None:
             ServiceClass("a", weight=float(1.0 + 9.0 * survival[0, 1])),
             ServiceClass("b", weight=2.0),
         ]
-        prices = ClassPrices(classes)
-        return allocate_classes(survival, 1, 0.0, np.full(2, 2), np.array([0, 1]), prices)
+        weights = ClassPrices(classes).weights().tolist()
+        return allocate_classes(survival, 1, 0.0, np.full(2, 2), np.array([0, 1]), classes, weights)
 
     both = [appendix_a(), appendix_a()]
     assert law_error(both, [PLAIN, PLAIN], schedule, draft_top_k=2) > 1e-3

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.core.capacity import LocalPolicy, PolicyName
+from actors.core.local_policy import LocalPolicy, PolicyName
 from actors.core.messages import AbortRequest, AdmittedRequest
 from actors.core.rank import Rank
 from actors.core.sampling import SamplingParams

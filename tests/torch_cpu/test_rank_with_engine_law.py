@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from actors.core.capacity import LocalPolicy
 from actors.core.layout import StepPlan, StepResult
+from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CommitBatch, ProposalBatch, RankProfile
 from actors.core.rank import Rank
 from actors.core.sampling import SamplingParams
