@@ -8,9 +8,6 @@ take what varies (tiles, positions, tables) from tensors that are filled before 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +16,7 @@ from torch import Tensor
 
 from actors.core.layout import StepPlan
 from actors.core.token_tiers import tier_for, token_tiers
+from actors.engine.graphs import Recorded, Recorder
 from actors.engine.target_model import StepInputs, TargetModel
 from kernels.kv_store import KvStore
 from kernels.paged_attention import PagedLayout, PagedShape, cut_tiles, paged_layout
@@ -27,41 +25,6 @@ from kernels.ragged_attention import ragged_rows
 log = logging.getLogger(__name__)
 Outputs = tuple[Tensor, Tensor | None]  # hidden, taps
 MOST_CAPTURED_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A captured forward: `replay` computes `outputs` anew, in place, from the inputs it was captured with."""
-
-    replay: Callable[[], None]
-    outputs: Outputs
-
-
-class Recorder(Protocol):
-    """Turns a function into something that can be replayed."""
-
-    def record(self, run: Callable[[], Outputs]) -> Recorded: ...
-
-
-class CudaGraphRecorder:
-    """Captures CUDA graphs that share one memory pool: outputs are read before the next replay."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def record(self, run: Callable[[], Outputs]) -> Recorded:
-        """Run twice on a side stream (kernels compile, libraries allocate), then capture."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
-        self._pool = graph.pool()
-        return Recorded(graph.replay, outputs)
 
 
 class StaticInputs:
@@ -126,7 +89,7 @@ class PagedForward:
         self._heads_per_kv = config.num_heads // config.num_kv_heads
         self._fixed = PagedShape.fixed(self._heads_per_kv, max_model_len)
         self._tiers = token_tiers(MOST_CAPTURED_TOKENS)
-        self._captured: dict[int, tuple[StaticInputs, Recorded]] = {}
+        self._captured: dict[int, tuple[StaticInputs, Recorded[Outputs]]] = {}
         self.num_replays = 0
         self.num_capture_failures = 0
 
@@ -155,7 +118,9 @@ class PagedForward:
         )
         return tier_for(plan.token_bound, self._tiers)
 
-    def _capture(self, tier: int, recorder: Recorder) -> tuple[StaticInputs, Recorded] | None:
+    def _capture(
+        self, tier: int, recorder: Recorder
+    ) -> tuple[StaticInputs, Recorded[Outputs]] | None:
         inputs = StaticInputs(tier, self._fixed, self._heads_per_kv, self.store, self.max_model_len)
         try:
             recorded = recorder.record(

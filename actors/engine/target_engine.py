@@ -14,7 +14,8 @@ from torch import Tensor
 from actors.core.layout import StepPlan, StepResult
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
-from actors.engine.paged_step import CudaGraphRecorder, PagedForward
+from actors.engine.graphs import CudaGraphRecorder
+from actors.engine.paged_step import PagedForward
 from actors.engine.row_invariance import rows_are_invariant
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
