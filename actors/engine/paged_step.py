@@ -8,6 +8,7 @@ take what varies (tiles, positions, tables) from tensors that are filled before 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,13 @@ class StaticInputs:
     """The inputs of a captured step of `tier` tokens; `fill` is all that happens between replays."""
 
     def __init__(
-        self, tier: int, shape: PagedShape, heads_per_kv: int, store: KvStore, max_model_len: int
+        self,
+        tier: int,
+        shape: PagedShape,
+        heads_per_kv: int,
+        windows: frozenset[int],
+        store: KvStore,
+        max_model_len: int,
     ) -> None:
         device = store.pool(0).device
         self._tile_tokens = shape.tile_rows // heads_per_kv
@@ -45,7 +52,8 @@ class StaticInputs:
         self._positions = torch.zeros(tier, dtype=torch.int64, device=device)
         self._slots = torch.full((tier,), -1, dtype=torch.int64, device=device)
         layout = PagedLayout(self._tiles, self._seen, self._tables, store.block_size, shape)
-        self.inputs = StepInputs(self._ids, self._positions, self._slots, layout)
+        layouts = {window: replace(layout, window=window) for window in windows}
+        self.inputs = StepInputs(self._ids, self._positions, self._slots, layouts)
 
     def fill(self, plan: StepPlan) -> None:
         """Take over a plan of at most `tier` tokens."""
@@ -87,6 +95,7 @@ class PagedForward:
         self.model, self.store, self.taps = model, store, tap_layer_ids
         self.max_model_len, self._recorder = max_model_len, recorder
         self._heads_per_kv = config.num_heads // config.num_kv_heads
+        self._windows = frozenset(config.windows)
         self._fixed = PagedShape.fixed(self._heads_per_kv, max_model_len)
         self._tiers = token_tiers(MOST_CAPTURED_TOKENS)
         self._captured: dict[int, tuple[StaticInputs, Recorded[Outputs]]] = {}
@@ -106,7 +115,7 @@ class PagedForward:
                 hidden, taps = recorded.outputs
                 num = plan.batch_tokens
                 return hidden[:num], None if taps is None else taps[:num]
-        return self.model.forward(self._inputs(plan), self.store, self.taps)
+        return self.model.forward(self.inputs(plan), self.store, self.taps)
 
     def tier_of(self, plan: StepPlan) -> int | None:
         """The tier a step is replayed in; None for a step with a prompt chunk, too large, or of unknown bound."""
@@ -121,7 +130,9 @@ class PagedForward:
     def _capture(
         self, tier: int, recorder: Recorder
     ) -> tuple[StaticInputs, Recorded[Outputs]] | None:
-        inputs = StaticInputs(tier, self._fixed, self._heads_per_kv, self.store, self.max_model_len)
+        inputs = StaticInputs(
+            tier, self._fixed, self._heads_per_kv, self._windows, self.store, self.max_model_len
+        )
         try:
             recorded = recorder.record(
                 lambda: self.model.forward(inputs.inputs, self.store, self.taps)
@@ -134,7 +145,8 @@ class PagedForward:
         self._captured[tier] = inputs, recorded
         return self._captured[tier]
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """An uncaptured step on the device."""
         device, kv_heads = self.model.device, self.model.config.num_kv_heads
         rows = ragged_rows(plan.cu_query_len, plan.positions, plan.context_len, plan.block_tables)
         longest = int(rows.kv_len.max())
@@ -148,4 +160,5 @@ class PagedForward:
             torch.from_numpy(a.astype(np.int64)).to(device)
             for a in (plan.token_ids, plan.positions, plan.slot_mapping)
         )
-        return StepInputs(ids, positions, slots, layout)
+        layouts = {window: replace(layout, window=window) for window in self._windows}
+        return StepInputs(ids, positions, slots, layouts)

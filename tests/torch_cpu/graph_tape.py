@@ -21,8 +21,18 @@ from actors.engine.graphs import Recorded
 from kernels import dispatch
 
 T = TypeVar("T")
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
-COPIES = {torch.ops.aten._to_copy.default}
+aten = torch.ops.aten
+# Results whose size or value the host must learn.
+READS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+    aten.equal.default,
+    aten.bincount.default,
+}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class _Tape(TorchDispatchMode):
@@ -37,7 +47,10 @@ class _Tape(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in READS:
+        is_masked = func in INDEXED and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if func in READS or is_masked:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         return self.note(func, args, kwargs or {})
 
