@@ -111,7 +111,8 @@ def _attention(queries: int, device: torch.device) -> tuple[Run, Run]:
     q = _random(device, ROWS * queries, HEADS, DIM) * DIM**-0.5
     kernel = dispatch.chosen("attend_paged", "cuda")
     padded = attention_layout(rows, store, group, Tiling(), q)
-    return lambda: kernel(q, store.pool(0), layout), lambda: attend(q, store, 0, padded)
+    keys, values = store.pool(0).chunk(2)
+    return lambda: kernel(q, keys, values, layout), lambda: attend(q, store, 0, padded)
 
 
 def _rope_store(device: torch.device) -> tuple[Run, Run]:

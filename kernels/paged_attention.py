@@ -116,14 +116,15 @@ def paged_layout(
     )
 
 
-def attend_paged(queries: Tensor, pool: Tensor, layout: PagedLayout) -> Tensor:
-    """The torch twin: causal attention of each token to the keys of its row, [B, heads * head_dim].
+def attend_paged(queries: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
+    """The torch twin: attention of each token to the keys of its row up to its position, [B, heads * head_dim].
+
+    Tokens that no tile names get zeros.
 
     Args:
         queries: [B, heads, head_dim], rotated and scaled.
-        pool: [2 * kv_heads, slots, head_dim] of one layer, keys before values.
+        keys, values: [kv_heads, slots, head_dim] of one layer; heads may lie any distance apart, the same in both.
     """
-    keys, values = pool.chunk(2)
     kv_heads, size = len(keys), layout.block_size
     out = torch.zeros_like(queries)
     for first, count, row in layout.tiles.tolist():

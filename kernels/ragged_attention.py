@@ -68,7 +68,7 @@ class AttentionGroup:
     query_rows: (
         Tensor | None
     )  # [G * query_len] rows of the flattened step; None: all of them, in order
-    num_open: int  # first keys that every query of the group sees
+    num_open: int  # first keys that every query of the group sees; 0 where windows hide them
     bias: Tensor  # [G, query_len, 1, S - num_open] zero or -inf, for the others
 
 
@@ -84,13 +84,20 @@ class AttentionLayout:
 
 
 def attention_layout(
-    rows: RaggedRows, store: KvStore, num_groups_of_heads: int, tiling: Tiling, like: Tensor
+    rows: RaggedRows,
+    store: KvStore,
+    num_groups_of_heads: int,
+    tiling: Tiling,
+    like: Tensor,
+    window: int = 0,
 ) -> AttentionLayout:
     """Plan the attention of a step. Numpy on the host; `like` gives dtype and device of the bias.
 
     Args:
         num_groups_of_heads: query heads per K/V head.
+        window: keys a token sees, its own included; 0: all. Blocks that a whole row no longer sees are not read.
     """
+    rows = _without_past(rows, store.block_size, tiling, window)
     query_len = np.diff(rows.cu_query_len)
     min_queries = ceil(tiling.min_product_rows / num_groups_of_heads)
     keys = _shape_class(query_len, rows.kv_len)
@@ -109,9 +116,31 @@ def attention_layout(
         token_rows = rows.cu_query_len[own][:, None] + np.where(is_real, slots, 0)
         output_rows[token_rows[is_real]] = offset + np.flatnonzero(is_real)
         offset += is_real.size
-        groups.append(_group(rows, own, token_rows, store, tiling, like, is_plain))
+        groups.append(_group(rows, own, token_rows, store, tiling, like, is_plain, window))
     where = None if is_plain else torch.from_numpy(output_rows).to(like.device)
     return AttentionLayout(tuple(groups), where, tiling)
+
+
+def _without_past(rows: RaggedRows, block_size: int, tiling: Tiling, window: int) -> RaggedRows:
+    """The rows without the blocks before their windows, positions counted from there.
+
+    Cut at multiples of what is summed at once, so that the grouping of a sum does not depend on where a row's queries
+    begin: a token gets the same bits in any cut of its text.
+    """
+    first = rows.positions[rows.cu_query_len[:-1]]
+    step = lcm(block_size, tiling.context_multiple, tiling.key_tile or 1)
+    skipped = np.maximum(first + 1 - window, 0) // step * step
+    if not window or not skipped.any():
+        return rows
+    row_of = np.repeat(np.arange(len(first)), np.diff(rows.cu_query_len))
+    width = rows.block_tables.shape[1]
+    at = np.minimum(skipped[:, None] // block_size + np.arange(width), width - 1)
+    return RaggedRows(
+        rows.cu_query_len,
+        rows.positions - skipped[row_of],
+        rows.kv_len - skipped,
+        np.take_along_axis(rows.block_tables, at, 1),
+    )
 
 
 def _shape_class(query_len: Int, kv_len: Int) -> Int:
@@ -129,6 +158,7 @@ def _group(
     tiling: Tiling,
     like: Tensor,
     is_plain: bool,
+    window: int,
 ) -> AttentionGroup:
     block_size = store.block_size
     step = lcm(block_size, tiling.context_multiple) // block_size
@@ -137,9 +167,11 @@ def _group(
     given = min(num_blocks, rows.block_tables.shape[1])
     blocks[:, :given] = rows.block_tables[own, :given]
     queries = torch.from_numpy(rows.positions[token_rows]).to(like.device)
-    num_open = int(rows.positions[token_rows].min()) + 1
+    num_open = 0 if window else int(rows.positions[token_rows].min()) + 1
     key_positions = torch.arange(num_open, num_blocks * block_size, device=like.device)
     is_hidden = key_positions > queries[:, :, None, None]
+    if window:
+        is_hidden |= key_positions <= queries[:, :, None, None] - window
     bias = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
     return AttentionGroup(
         num_rows=len(own),

@@ -29,3 +29,8 @@ def tier_for(token_bound: int, tiers: tuple[int, ...]) -> int | None:
     """The smallest tier that holds `token_bound` tokens (rows plus lagged budget); None: no tier is large enough."""
     index = bisect_left(tiers, token_bound)
     return tiers[index] if index < len(tiers) else None
+
+
+def context_tier(num_tokens: int) -> int:
+    """The power of two, from 512 on, that holds a context of `num_tokens`: what a captured draft is cut for."""
+    return max(512, 1 << max(num_tokens - 1, 0).bit_length())

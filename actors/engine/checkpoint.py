@@ -1,7 +1,7 @@
 """What a target checkpoint is: `config.json` of the decoder family as typed facts, and its tensors by role.
 
-Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral differ in biases, q/k norms and the feed-forward part only; a `ModelConfig`
-says which of these a model has, so that nothing after this module asks for an architecture's name.
+Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral differ in biases, q/k norms, windows and the feed-forward part only;
+a `ModelConfig` says which of these a model has, so that nothing after this module asks for an architecture's name.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
+from actors.engine.config_fields import ConfigFields, UnsupportedModelError
 from actors.engine.weights import CheckpointError, check_names, read_config
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
+    "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "MixtralForCausalLM",
 )
 BUNDLED_MODELS_DIR = Path(__file__).resolve().parents[2] / "configs" / "models"
-
-
-class UnsupportedModelError(CheckpointError):
-    """The model is of a kind this engine does not compute; the message names the setting."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,9 @@ class ModelConfig:
     qk_norm: bool
     moe: MoeConfig | None
     eos_token_ids: tuple[int, ...]
+    windows: tuple[
+        int, ...
+    ]  # [num_layers] keys a token of the layer sees, its own included; 0: all
 
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and self.moe.sparse_layers[layer]
@@ -92,7 +93,7 @@ def model_config(model_dir: Path) -> ModelConfig:
         raise UnsupportedModelError(
             f"{model_dir}: architectures={raw.get('architectures')}: use one of {', '.join(ARCHITECTURES)}"
         )
-    fields = _Fields(raw, model_dir)
+    fields = ConfigFields(raw, model_dir)
     _refuse_unsupported(raw, fields)
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
     kv_heads = fields.count("num_key_value_heads", heads)
@@ -120,48 +121,23 @@ def model_config(model_dir: Path) -> ModelConfig:
         qk_norm=architecture.startswith("Qwen3"),
         moe=_moe_config(raw, fields, architecture),
         eos_token_ids=_eos_token_ids(raw, model_dir),
+        windows=_windows(raw, fields, architecture),
     )
 
 
-class _Fields:
-    """Typed reads from `config.json`."""
-
-    def __init__(self, raw: Mapping[str, Any], model_dir: Path) -> None:
-        self._raw, self._where = raw, model_dir / "config.json"
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self._raw.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self._where}: {name}={value!r} must be a positive integer")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"{self._where}: {name}={value!r} must be a positive number")
-        return float(value)
-
-    def refuse(self, name: str, value: object, remedy: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._where}: {name}={value!r} is not supported; {remedy}")
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], fields: _Fields) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], fields: ConfigFields) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", raw["hidden_act"], "this family uses silu")
-    window = raw.get("sliding_window")
-    if window is not None and raw.get("use_sliding_window", True):
-        raise fields.refuse("sliding_window", window, "use a model with full attention")
     if raw.get("quantization_config") is not None:
         raise fields.refuse(
             "quantization_config", raw["quantization_config"], "use an fp32 or bf16 checkpoint"
         )
 
 
-def _rope_config(raw: Mapping[str, Any], fields: _Fields) -> RopeConfig:
+def _rope_config(raw: Mapping[str, Any], fields: ConfigFields) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
     scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    given = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **scaling}, fields._where.parent)
+    given = fields.within({"rope_theta": raw.get("rope_theta", 10000.0), **scaling})
     theta = given.number("rope_theta")
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind == "default":
@@ -182,7 +158,43 @@ def _rope_config(raw: Mapping[str, Any], fields: _Fields) -> RopeConfig:
     raise fields.refuse("rope_type", kind, "use default, linear or llama3")
 
 
-def _moe_config(raw: Mapping[str, Any], fields: _Fields, architecture: str) -> MoeConfig | None:
+def _windows(raw: Mapping[str, Any], fields: ConfigFields, architecture: str) -> tuple[int, ...]:
+    """As transformers reads them: Mistral and Mixtral have one window for all layers; Qwen has it where
+    `use_sliding_window` asks for it, in the layers of `layer_types` or from `max_window_layers` on."""
+    layers, kinds = fields.count("num_hidden_layers"), raw.get("layer_types")
+    if architecture == "LlamaForCausalLM":
+        if raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
+            raise fields.refuse("sliding_window", raw["sliding_window"], "Llama has full attention")
+        return (0,) * layers
+    default = None if architecture == "MixtralForCausalLM" else 4096
+    is_windowed = raw.get("sliding_window", default) is not None
+    if architecture.startswith("Qwen"):
+        is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))
+    window = fields.count("sliding_window", default) if is_windowed else 0
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        first = fields.count("max_window_layers", 28, least=0)
+        is_sliding = [i >= first for i in range(layers)]
+        if kinds is not None:
+            is_sliding = [_is_sliding(kind, fields) for kind in kinds]
+        if len(is_sliding) != layers:
+            raise CheckpointError(
+                f"layer_types lists {len(is_sliding)} layers of {layers}; list all"
+            )
+        return tuple(window if sliding else 0 for sliding in is_sliding)
+    if kinds is not None and {_is_sliding(kind, fields) for kind in kinds} != {is_windowed}:
+        raise fields.refuse("layer_types", kinds, f"all layers of {architecture} are alike")
+    return (window,) * layers
+
+
+def _is_sliding(kind: object, fields: ConfigFields) -> bool:
+    if kind not in ("full_attention", "sliding_attention"):
+        raise fields.refuse("layer_types", kind, "use full_attention or sliding_attention")
+    return kind == "sliding_attention"
+
+
+def _moe_config(
+    raw: Mapping[str, Any], fields: ConfigFields, architecture: str
+) -> MoeConfig | None:
     layers = fields.count("num_hidden_layers")
     if architecture == "MixtralForCausalLM":
         return MoeConfig(

@@ -8,9 +8,7 @@ take what varies (tiles, positions, tables) from tensors that are filled before 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from actors.core.layout import StepPlan
 from actors.core.token_tiers import tier_for, token_tiers
+from actors.engine.graphs import Recorded, Recorder
 from actors.engine.target_model import StepInputs, TargetModel
 from kernels.kv_store import KvStore
 from kernels.paged_attention import PagedLayout, PagedShape, cut_tiles, paged_layout
@@ -29,46 +28,17 @@ Outputs = tuple[Tensor, Tensor | None]  # hidden, taps
 MOST_CAPTURED_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A captured forward: `replay` computes `outputs` anew, in place, from the inputs it was captured with."""
-
-    replay: Callable[[], None]
-    outputs: Outputs
-
-
-class Recorder(Protocol):
-    """Turns a function into something that can be replayed."""
-
-    def record(self, run: Callable[[], Outputs]) -> Recorded: ...
-
-
-class CudaGraphRecorder:
-    """Captures CUDA graphs that share one memory pool: outputs are read before the next replay."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def record(self, run: Callable[[], Outputs]) -> Recorded:
-        """Run twice on a side stream (kernels compile, libraries allocate), then capture."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
-        self._pool = graph.pool()
-        return Recorded(graph.replay, outputs)
-
-
 class StaticInputs:
     """The inputs of a captured step of `tier` tokens; `fill` is all that happens between replays."""
 
     def __init__(
-        self, tier: int, shape: PagedShape, heads_per_kv: int, store: KvStore, max_model_len: int
+        self,
+        tier: int,
+        shape: PagedShape,
+        heads_per_kv: int,
+        windows: frozenset[int],
+        store: KvStore,
+        max_model_len: int,
     ) -> None:
         device = store.pool(0).device
         self._tile_tokens = shape.tile_rows // heads_per_kv
@@ -82,7 +52,8 @@ class StaticInputs:
         self._positions = torch.zeros(tier, dtype=torch.int64, device=device)
         self._slots = torch.full((tier,), -1, dtype=torch.int64, device=device)
         layout = PagedLayout(self._tiles, self._seen, self._tables, store.block_size, shape)
-        self.inputs = StepInputs(self._ids, self._positions, self._slots, layout)
+        layouts = {window: replace(layout, window=window) for window in windows}
+        self.inputs = StepInputs(self._ids, self._positions, self._slots, layouts)
 
     def fill(self, plan: StepPlan) -> None:
         """Take over a plan of at most `tier` tokens."""
@@ -124,9 +95,10 @@ class PagedForward:
         self.model, self.store, self.taps = model, store, tap_layer_ids
         self.max_model_len, self._recorder = max_model_len, recorder
         self._heads_per_kv = config.num_heads // config.num_kv_heads
+        self._windows = frozenset(config.windows)
         self._fixed = PagedShape.fixed(self._heads_per_kv, max_model_len)
         self._tiers = token_tiers(MOST_CAPTURED_TOKENS)
-        self._captured: dict[int, tuple[StaticInputs, Recorded]] = {}
+        self._captured: dict[int, tuple[StaticInputs, Recorded[Outputs]]] = {}
         self.num_replays = 0
         self.num_capture_failures = 0
 
@@ -143,7 +115,7 @@ class PagedForward:
                 hidden, taps = recorded.outputs
                 num = plan.batch_tokens
                 return hidden[:num], None if taps is None else taps[:num]
-        return self.model.forward(self._inputs(plan), self.store, self.taps)
+        return self.model.forward(self.inputs(plan), self.store, self.taps)
 
     def tier_of(self, plan: StepPlan) -> int | None:
         """The tier a step is replayed in; None for a step with a prompt chunk, too large, or of unknown bound."""
@@ -155,8 +127,12 @@ class PagedForward:
         )
         return tier_for(plan.token_bound, self._tiers)
 
-    def _capture(self, tier: int, recorder: Recorder) -> tuple[StaticInputs, Recorded] | None:
-        inputs = StaticInputs(tier, self._fixed, self._heads_per_kv, self.store, self.max_model_len)
+    def _capture(
+        self, tier: int, recorder: Recorder
+    ) -> tuple[StaticInputs, Recorded[Outputs]] | None:
+        inputs = StaticInputs(
+            tier, self._fixed, self._heads_per_kv, self._windows, self.store, self.max_model_len
+        )
         try:
             recorded = recorder.record(
                 lambda: self.model.forward(inputs.inputs, self.store, self.taps)
@@ -169,7 +145,8 @@ class PagedForward:
         self._captured[tier] = inputs, recorded
         return self._captured[tier]
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """An uncaptured step on the device."""
         device, kv_heads = self.model.device, self.model.config.num_kv_heads
         rows = ragged_rows(plan.cu_query_len, plan.positions, plan.context_len, plan.block_tables)
         longest = int(rows.kv_len.max())
@@ -183,4 +160,5 @@ class PagedForward:
             torch.from_numpy(a.astype(np.int64)).to(device)
             for a in (plan.token_ids, plan.positions, plan.slot_mapping)
         )
-        return StepInputs(ids, positions, slots, layout)
+        layouts = {window: replace(layout, window=window) for window in self._windows}
+        return StepInputs(ids, positions, slots, layouts)

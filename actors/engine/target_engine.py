@@ -14,7 +14,8 @@ from torch import Tensor
 from actors.core.layout import StepPlan, StepResult
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
-from actors.engine.paged_step import CudaGraphRecorder, PagedForward
+from actors.engine.graphs import CudaGraphRecorder
+from actors.engine.paged_step import PagedForward
 from actors.engine.row_invariance import rows_are_invariant
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
@@ -41,7 +42,7 @@ class TorchTargetEngine:
     def __init__(self, model: TargetModel, store: KvStore, spec: TargetSpec) -> None:
         self.model, self.store, self.spec = model, store, spec
         self.paged: PagedForward | None = None
-        if model.device.type == "cuda":
+        if dispatch.implementation("attend_paged", model.device.type) == "triton":
             self.paged = PagedForward(
                 model, store, spec.tap_layer_ids, spec.max_model_len, CudaGraphRecorder()
             )
@@ -100,17 +101,15 @@ class TorchTargetEngine:
             cu_query_len = np.array([0, repeats], np.int32)
         rows = ragged_rows(cu_query_len, positions, plan.context_len, plan.block_tables)
         config = self.model.config
-        layout = attention_layout(
-            rows,
-            self.store,
-            config.num_heads // config.num_kv_heads,
-            self.tiling,
-            self.model.embedding,
-        )
+        heads_per_kv, like = config.num_heads // config.num_kv_heads, self.model.embedding
+        layouts = {
+            window: attention_layout(rows, self.store, heads_per_kv, self.tiling, like, window)
+            for window in set(config.windows)
+        }
         ids, places, targets = (
             torch.from_numpy(a.astype(np.int64)).to(device) for a in (token_ids, positions, slots)
         )
-        return StepInputs(ids, places, targets, layout)
+        return StepInputs(ids, places, targets, layouts)
 
 
 def as_numpy(features: Tensor) -> npt.NDArray[np.uint16] | npt.NDArray[np.float32]:

@@ -41,7 +41,8 @@ class StepInputs:
     token_ids: Tensor  # [B]
     positions: Tensor  # [B]
     slots: Tensor  # [B]; -1: a token that only pads the step (paged layout alone)
-    attention: AttentionLayout | PagedLayout
+    # by window, see `ModelConfig.windows`
+    attention: Mapping[int, AttentionLayout] | Mapping[int, PagedLayout]
 
 
 class TargetModel:
@@ -170,16 +171,19 @@ class TargetModel:
         """
         taps: dict[int, Tensor] = {}
         x = self.embedding.index_select(0, inputs.token_ids)
-        factors = None
-        if isinstance(inputs.attention, AttentionLayout):
-            factors = self._rotations(inputs.positions)
+        # Only the padded layout turns with factors; the paged kernel looks them up itself.
+        is_paged = isinstance(next(iter(inputs.attention.values())), PagedLayout)
+        factors = None if is_paged else self._rotations(inputs.positions)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(x))
-            if isinstance(inputs.attention, PagedLayout):
-                mixed = self._mix_paged(qkv, layer, index, inputs, inputs.attention, store)
+            qkv, layout = (
+                layer.qkv(layer.input_norm(x)),
+                inputs.attention[self.config.windows[index]],
+            )
+            if isinstance(layout, PagedLayout):
+                mixed = self._mix_paged(qkv, layer, index, inputs, layout, store)
             else:
                 assert factors is not None
-                mixed = self._mix(qkv, layer, index, inputs, inputs.attention, store, factors)
+                mixed = self._mix(qkv, layer, index, inputs, layout, store, factors)
             x = layer.output.plus(mixed, x)
             x = layer.mlp.plus(layer.mlp_norm(x), x)
             if index in tap_layer_ids:
@@ -231,7 +235,8 @@ class TargetModel:
             pool,
             config.head_dim**-0.5,
         )
-        mixed: Tensor = dispatch.chosen("attend_paged", kind)(queries, pool, layout)
+        keys, values = pool.chunk(2)
+        mixed: Tensor = dispatch.chosen("attend_paged", kind)(queries, keys, values, layout)
         return mixed
 
     def logits(self, hidden: Tensor) -> Tensor:

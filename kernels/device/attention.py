@@ -65,8 +65,8 @@ def _fold(
 
 @triton.jit
 def attend_kernel(
-    queries, pool, tables, positions, tiles, out, part_mixed, part_stats,
-    num_tokens, num_slots, table_width, window, split_keys,
+    queries, keys, values, tables, positions, tiles, out, part_mixed, part_stats,
+    num_tokens, head_stride, table_width, window, split_keys,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
@@ -89,9 +89,9 @@ def attend_kernel(
         where = (token * (KV_HEADS * GROUP) + head)[:, None] * DIM + d[None, :]
         inside = live[:, None] & (d < DIM)[None, :]
         q = tl.load(queries + where, mask=inside, other=0.0)
-        keys = pool + kv_head.to(tl.int64) * num_slots * DIM
+        skipped = kv_head.to(tl.int64) * head_stride
         top, total, mixed = _fold(
-            q, pos, begin, end, keys, keys + KV_HEADS * num_slots * DIM, tables, row, table_width,
+            q, pos, begin, end, keys + skipped, values + skipped, tables, row, table_width,
             window, DIM, DIM_BLOCK, ROWS, KEYS, BLOCK_SIZE, WINDOWED, WIDEN,
         )  # fmt: skip
         if SPLIT:
@@ -123,7 +123,7 @@ def join_splits_kernel(
     top, total = float("-inf"), 0.0
     mixed = tl.zeros([DIM_BLOCK], tl.float32)
     for split in range(first, (pos + split_keys) // split_keys):
-        cell = (split * num_tokens + token) * HEADS + head
+        cell = (tl.cast(split, tl.int64) * num_tokens + token) * HEADS + head
         own_top, own_total = tl.load(part_stats + cell * 2), tl.load(part_stats + cell * 2 + 1)
         higher = tl.maximum(top, own_top)
         shrink, own_shrink = tl.exp2(top - higher), tl.exp2(own_top - higher)
@@ -138,10 +138,11 @@ def join_splits_kernel(
         )
 
 
-def attend_paged(queries: Tensor, pool: Tensor, layout: PagedLayout) -> Tensor:
-    """See `kernels.paged_attention.attend_paged`; tokens that no tile names stay zero."""
+def attend_paged(queries: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
+    """See `kernels.paged_attention.attend_paged`."""
     num_tokens, heads, dim = queries.shape
-    kv_heads, shape = len(pool) // 2, layout.shape
+    kv_heads, shape = len(keys), layout.shape
+    assert keys.stride() == values.stride() and keys.stride()[1:] == (dim, 1)
     group, is_split = heads // kv_heads, shape.num_splits > 1
     queries, out = queries.contiguous(), torch.zeros_like(queries)
     parts, stats = out, out
@@ -153,11 +154,11 @@ def attend_paged(queries: Tensor, pool: Tensor, layout: PagedLayout) -> Tensor:
     if not len(layout.tiles):
         return out.flatten(1)
     attend_kernel[len(layout.tiles), kv_heads, shape.num_splits](
-        queries, pool, layout.block_tables, layout.positions, layout.tiles, out, parts, stats,
-        num_tokens, pool.shape[1], layout.block_tables.shape[1], layout.window, shape.split_keys,
+        queries, keys, values, layout.block_tables, layout.positions, layout.tiles, out, parts, stats,
+        num_tokens, keys.stride(0), layout.block_tables.shape[1], layout.window, shape.split_keys,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, DIM_BLOCK=dim_block,
         ROWS=shape.tile_rows, KEYS=KEY_BLOCK, BLOCK_SIZE=layout.block_size,
-        WINDOWED=windowed, SPLIT=is_split, WIDEN=widens(pool.dtype), num_warps=4, num_stages=2,
+        WINDOWED=windowed, SPLIT=is_split, WIDEN=widens(keys.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
     if is_split:
         join_splits_kernel[num_tokens, heads](

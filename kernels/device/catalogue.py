@@ -37,7 +37,7 @@ def _attention() -> list[Variant]:
             Variant(
                 f"attention: {name}",
                 attention.attend_kernel,
-                f"*{dtype} *{dtype} *i32 *i32 *i32 *{dtype} *fp32 *fp32 i32 i32 i32 i32 i32",
+                f"*{dtype} *{dtype} *{dtype} *i32 *i32 *i32 *{dtype} *fp32 *fp32 i32 i32 i32 i32 i32",
                 constants | more,
                 max_registers=255,
                 wants=("wgmma",) if rows >= 64 and dtype != "fp32" else (),

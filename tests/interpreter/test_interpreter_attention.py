@@ -33,7 +33,7 @@ class Step:
     tile_rows: int = 16
     dtype: torch.dtype = torch.float32
 
-    def made(self) -> tuple[torch.Tensor, torch.Tensor, PagedLayout]:
+    def made(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedLayout]:
         rng = torch.Generator().manual_seed(7)
         lengths = [c + q for c, q in self.spans]
         width = max(-(-n // self.block_size) for n in lengths) + 1
@@ -60,7 +60,8 @@ class Step:
         splits = -(-max(lengths) // self.split_keys)
         shape = PagedShape(self.tile_rows, self.split_keys, splits)
         layout = paged_layout(rows, shape, self.group, self.block_size, CPU, self.window)
-        return (queries * self.dim**-0.5).to(self.dtype), pool, layout
+        keys, values = pool.chunk(2)
+        return (queries * self.dim**-0.5).to(self.dtype), keys, values, layout
 
     def check(self) -> None:
         made = self.made()
@@ -116,8 +117,8 @@ def test_kernel_gives_a_token_the_same_bits_in_any_company(monkeypatch: pytest.M
     """
     monkeypatch.setattr(InterpreterBuilder, "create_dot", ordered_dot)
     wide = Step(((100, 6), (17, 2), (190, 1)), split_keys=64, tile_rows=64)
-    queries, pool, layout = wide.made()
-    together = attention.attend_paged(queries, pool, layout)
+    queries, *kv, layout = wide.made()
+    together = attention.attend_paged(queries, *kv, layout)
     for token in (0, 3, 5, 7):
         row = 0 if token < 6 else 1
         alone = replace(
@@ -126,12 +127,12 @@ def test_kernel_gives_a_token_the_same_bits_in_any_company(monkeypatch: pytest.M
             positions=layout.positions[token : token + 1],
             shape=replace(layout.shape, num_splits=int(layout.positions[token]) // 64 + 1),
         )
-        found = attention.attend_paged(queries[token : token + 1], pool, alone)
+        found = attention.attend_paged(queries[token : token + 1], *kv, alone)
         assert torch.equal(found[0], together[token])
 
 
 def test_kernel_leaves_padding_tokens_alone() -> None:
-    queries, pool, layout = Step(((5, 3),), split_keys=64).made()
+    queries, *kv, layout = Step(((5, 3),), split_keys=64).made()
     padded = replace(
         layout,
         tiles=torch.from_numpy(cut_tiles(np.array([0, 3]), 5, num_tiles=4)),
@@ -140,8 +141,8 @@ def test_kernel_leaves_padding_tokens_alone() -> None:
     more = torch.cat([queries, torch.full_like(queries[:2], torch.nan)])
     for splits in (1, 2):
         shape = replace(layout.shape, num_splits=splits)
-        found = attention.attend_paged(more, pool, replace(padded, shape=shape))
-        assert torch.equal(found[:3], attention.attend_paged(queries, pool, layout))
+        found = attention.attend_paged(more, *kv, replace(padded, shape=shape))
+        assert torch.equal(found[:3], attention.attend_paged(queries, *kv, layout))
         assert (found[3:] == 0).all()
 
 

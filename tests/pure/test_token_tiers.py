@@ -8,13 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.core.token_tiers import tier_for, token_tiers
+from actors.core.token_tiers import context_tier, tier_for, token_tiers
 from actors.core.verify_decision import StepDecision, VerifyChoice
 
 
 def test_tiers_are_powers_of_two_and_their_middles() -> None:
     assert token_tiers(40) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40)
     assert token_tiers(1) == (1,)
+
+
+@given(st.integers(0, 200_000))
+def test_a_context_tier_holds_the_context_and_is_one_of_few(num_tokens: int) -> None:
+    tier = context_tier(num_tokens)
+    assert tier >= max(num_tokens, 512) and tier & (tier - 1) == 0
+    assert tier == 512 or tier < 2 * num_tokens
 
 
 def test_a_step_of_no_tokens_is_refused() -> None:

@@ -21,6 +21,10 @@ NAMES = (
     "qwen3_moe",
     "qwen3_moe_unnormalised",
     "mixtral",
+    "mistral",
+    "qwen2_windowed",
+    "qwen3_layer_types",
+    "qwen3_moe_windowed",
 )
 TAPS = (0, 1)
 

@@ -129,6 +129,8 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         ("num_key_value_heads", 3),
         ("rope_scaling", {"type": "yarn"}),
         ("draft_vocab_size", 97),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
     ],
 )
 def test_a_bad_config_field_is_named(field: str, value: object) -> None:

@@ -15,6 +15,7 @@ from actors.core.sampling import SamplingBatch, SamplingParams
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
+from actors.engine.drafters.packed_backbone import PaddedContext
 from actors.engine.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -203,7 +204,7 @@ def test_a_context_first_seen_in_the_middle_starts_there() -> None:
     proposal = engine.advance(commit_batch([stream.commit(20, 30)]))
     assert proposal is not None
     hidden = engine.model.block(
-        *engine.context.view(np.array([0])), stream.ids[[29]], torch.tensor([29])
+        stream.ids[[29]], torch.tensor([29]), PaddedContext(*engine.context.view(np.array([0])))
     )
     # The module with the same 9 tokens visible, at their own positions.
     visible = torch.full((1, 1, 29), float("-inf"))

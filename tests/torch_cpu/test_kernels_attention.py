@@ -31,6 +31,7 @@ class Case:
 
     spans: list[tuple[int, int]]
     dtype: torch.dtype = torch.float32
+    window: int = 0
 
     def __post_init__(self) -> None:
         lengths = [context + query for context, query in self.spans]
@@ -67,7 +68,7 @@ class Case:
             self.block_tables,
         )
         like = torch.zeros(0, dtype=self.dtype)
-        layout = attention_layout(rows, self.store, HEADS // KV_HEADS, tiling, like)
+        layout = attention_layout(rows, self.store, HEADS // KV_HEADS, tiling, like, self.window)
         return attend(self.queries, self.store, 0, layout)
 
     def wanted(self) -> Tensor:
@@ -78,7 +79,13 @@ class Case:
             keys, values = stored.double().split(KV_HEADS, dim=1)
             keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", own, keys)
-            hidden = torch.arange(context + query) > torch.arange(context, context + query)[:, None]
+            own_place, key = (
+                torch.arange(context, context + query)[:, None],
+                torch.arange(context + query),
+            )
+            hidden = key > own_place
+            if self.window:
+                hidden |= key <= own_place - self.window
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out.append(torch.einsum("hqk,khd->qhd", weights, values).reshape(query, -1))
         return torch.cat(out)
@@ -86,10 +93,11 @@ class Case:
 
 @pytest.mark.parametrize("spans", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 7, 64, 5000])
 def test_every_row_attends_to_its_own_past(
-    spans: list[tuple[int, int]], reproducible: bool
+    spans: list[tuple[int, int]], reproducible: bool, window: int
 ) -> None:
-    case = Case(spans)
+    case = Case(spans, window=window)
     tiling = Tiling.of(torch.float32, reproducible=reproducible)
     assert (case.found(tiling) - case.wanted()).abs().max() < 1e-5
 
@@ -100,25 +108,37 @@ def test_bfloat16_rounds_only() -> None:
     assert (found.double() - case.wanted()).norm() / case.wanted().norm() < 0.01
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [(5, 1), (200, 1), (300, 6), (130, 2)])
 def test_a_row_gets_the_same_bits_in_any_company(
-    first: tuple[int, int], dtype: torch.dtype
+    first: tuple[int, int], dtype: torch.dtype, window: int
 ) -> None:
     """Longer neighbours pad its context, longer queries its products, and it may itself be part of a longer query."""
     tiling = Tiling.of(dtype, reproducible=True)
     context, query = first
-    alone = Case([first], dtype).found(tiling)
+    alone = Case([first], dtype, window).found(tiling)
     for others in ([(200, 1)], [(380, 3), (7, 1)], [(450, 1)] * 9, [(0, 40), (12, 6)]):
-        beside = Case([first, *others], dtype).found(tiling)
+        beside = Case([first, *others], dtype, window).found(tiling)
         assert torch.equal(beside[:query], alone), others
     # The same tokens as the last ones of a longer query; its own random numbers come first in both cases.
-    longer = Case([(0, context + query)], dtype)
-    shorter = Case([first], dtype)
+    longer = Case([(0, context + query)], dtype, window)
+    shorter = Case([first], dtype, window)
     shorter.keys_values = longer.keys_values
     shorter.queries = longer.queries[context:]
     shorter.fill()
     assert torch.equal(longer.found(tiling)[context:], shorter.found(tiling))
+
+
+def test_blocks_before_every_window_of_a_row_are_not_read() -> None:
+    """Their owner may have given them back: here they are not numbers."""
+    case = Case([(900, 2), (40, 3), (5, 1)], window=10)
+    want = case.found(Tiling())
+    for row, first in ((0, 900 - 9), (1, 40 - 9)):
+        gone = torch.from_numpy(case.block_tables[row][: first // BLOCK].astype(np.int64))
+        slots = (gone[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        case.store.pool(0)[:, slots] = torch.nan
+    assert torch.equal(case.found(Tiling()), want)
 
 
 @pytest.mark.parametrize("context", [600, 1024, 1300])

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 
 from actors.core.layout import StepPlan
+from actors.engine import packed_linear, paged_step
 from actors.engine.experts import MoeLayer, StackedMoeLayer
+from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
-from actors.engine.paged_step import Outputs, PagedForward, Recorded
+from actors.engine.paged_step import PagedForward
 from actors.engine.target_engine import TorchTargetEngine, new_store
 from actors.engine.trial import TrialSequences
 from kernels import dispatch
-from tests.torch_cpu.tiny_target import CONFIG, TAPS, tiny_engine
+from tests.torch_cpu.graph_tape import TapeRecorder
+from tests.torch_cpu.mutation import mutant
+from tests.torch_cpu.oracle_models import engine_of, expected
+from tests.torch_cpu.tiny_target import TAPS, tiny_engine
 
-
-class ReplayingRecorder:
-    """A graph as a fake: replaying computes from the same static inputs into the same outputs."""
-
-    def __init__(self) -> None:
-        self.num_records = 0
-
-    def record(self, run: Callable[[], Outputs]) -> Recorded:
-        self.num_records += 1
-        hidden, taps = run()
-        assert taps is not None
-
-        def replay() -> None:
-            again, tapped = run()
-            assert tapped is not None and taps is not None
-            hidden.copy_(again)
-            taps.copy_(tapped)
-
-        return Recorded(replay, (hidden, taps))
+T = TypeVar("T")
 
 
 class RefusingRecorder:
-    def record(self, run: Callable[[], Outputs]) -> Recorded:
+    def record(self, run: Callable[[], T]) -> Recorded[T]:
         raise RuntimeError("operation not permitted when stream is capturing")
+
+    def forget(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -50,12 +42,17 @@ def engine() -> TorchTargetEngine:
     return tiny_engine("cpu")
 
 
-def paged(
-    engine: TorchTargetEngine, recorder: ReplayingRecorder | RefusingRecorder | None
-) -> PagedForward:
+@pytest.fixture
+def recorder() -> Iterator[TapeRecorder]:
+    made = TapeRecorder()
+    with made.watched_kernels():
+        yield made
+
+
+def paged(engine: TorchTargetEngine, recorder: Recorder | None) -> PagedForward:
     # Free slots are not numbers: reading one shows.
     store = new_store(engine.model, 64, 16)
-    for layer in range(CONFIG.num_layers):
+    for layer in range(engine.spec.num_layers):
         store.pool(layer).fill_(torch.nan)
     return PagedForward(engine.model, store, TAPS, 128, recorder)
 
@@ -87,13 +84,70 @@ def test_paged_kernels_compute_the_same_steps(engine: TorchTargetEngine) -> None
     check(engine, paged(engine, None))
 
 
-def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(engine: TorchTargetEngine) -> None:
-    recorder = ReplayingRecorder()
+def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(
+    engine: TorchTargetEngine, recorder: TapeRecorder
+) -> None:
     forward = paged(engine, recorder)
     check(engine, forward)
     # Bounds 12, 11, 10 and 12 are all of tier 12, whatever was scheduled.
     assert recorder.num_records == 1
     assert forward.num_replays == 4
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2_windowed", "qwen3_moe", "mixtral"])
+def test_windows_and_experts_are_captured_too(
+    oracle_models: Path, name: str, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in stacks, as a GPU has them: how many rows each gets never reaches the host."""
+    monkeypatch.setattr(packed_linear, "packs", lambda _weight: False)
+    engine = engine_of(oracle_models / name, block_size=16)
+    for layer in engine.model.layers:
+        if isinstance(layer.mlp, MoeLayer):
+            layer.mlp = stacked(layer.mlp)
+    rows = TrialSequences(engine, expected(oracle_models / name).token_ids)
+    forward = paged(engine, recorder)
+    forward.taps, forward.max_model_len = engine.spec.tap_layer_ids, 128
+    plans = [rows.plan({0: 40, 2: 9, 3: 30})]
+    for query_len in ({0: 4, 2: 1, 3: 6}, {2: 3, 0: 2}, {3: 5, 2: 2, 0: 4}):
+        plans.append(replace(rows.plan(query_len, rounds=True), token_bound=12))
+    with torch.inference_mode():
+        for plan in plans:
+            want, _ = engine._forward(plan)
+            hidden, _ = forward(plan)
+            torch.testing.assert_close(hidden, want, atol=1e-4, rtol=1e-3)
+    assert recorder.num_records == 1 and forward.num_replays == 3
+
+
+def stacked(layer: MoeLayer) -> StackedMoeLayer:
+    halves = [expert._gate_up._weight.chunk(2) for expert in layer.experts]
+    gate, up = (torch.stack(part) for part in zip(*halves, strict=True))
+    down = torch.stack([expert.down._weight for expert in layer.experts])
+    return StackedMoeLayer(layer.router, gate, up, down, layer.top_k, layer.normalise_top_k)
+
+
+BROKEN = {
+    "tokens": ("self._ids.copy_(padded(plan.token_ids, 0), non_blocking=True)", "pass"),
+    "positions": ("self._positions.copy_(padded(plan.positions, 0), non_blocking=True)", "pass"),
+    "how far a token sees": (
+        "self._seen.copy_(padded(plan.positions, -1), non_blocking=True)", "pass",
+    ),
+    "slots": ("self._slots.copy_(padded(plan.slot_mapping, -1), non_blocking=True)", "pass"),
+    "tiles": ("self._tiles.copy_(torch.from_numpy(tiles), non_blocking=True)", "pass"),
+    "tables": ("own.copy_(", "(lambda *_, **__: None)("),
+    "padding is stored": ("padded(plan.slot_mapping, -1)", "padded(plan.slot_mapping, 0)"),
+    "one position too far": ("padded(plan.positions, -1)", "padded(plan.positions + 1, -1)"),
+    "windows": ("replace(layout, window=window) for window in windows", "layout for window in windows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_buffer_that_a_replay_does_not_fill_is_found(
+    engine: TorchTargetEngine, recorder: TapeRecorder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = mutant(paged_step, *BROKEN[name])
+    monkeypatch.setattr(paged_step, "StaticInputs", broken.StaticInputs)
+    with pytest.raises((AssertionError, IndexError)):
+        check(engine, paged(engine, recorder))
 
 
 def test_the_tier_of_a_step_follows_from_its_bound_alone(engine: TorchTargetEngine) -> None:
@@ -146,6 +200,16 @@ def test_a_machine_without_triton_still_serves_and_says_so(monkeypatch: pytest.M
     assert all(callable(dispatch.chosen(op, "cuda")) for op in dispatch.OPS)
     assert "install Triton" in dispatch.describe("cuda")
     dispatch.chosen.cache_clear()
+
+
+def test_without_triton_a_gpu_serves_with_padded_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paged twin loops over tokens: it specifies the kernel, and nobody is to be served by it."""
+    monkeypatch.setattr(dispatch, "triton_version", lambda: None)
+    assert dispatch.implementation("attend_paged", "cuda") == "reference"
+    monkeypatch.setattr(dispatch, "implementation", lambda op, kind: "triton")
+    assert tiny_engine("cpu").paged is not None
+    monkeypatch.undo()
+    assert tiny_engine("cpu").paged is None
 
 
 def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def sequential(engine: TorchTargetEngine, ids: np.ndarray) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "qwen3_layer_types"])
 def test_after_a_rejection_the_row_goes_on_as_if_nothing_had_been_drafted(
     oracle_models: Path, name: str, dtype: str
 ) -> None:
@@ -95,7 +95,9 @@ def test_shared_prefix_blocks_serve_two_rows(oracle_models: Path, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_biased", "qwen3", "qwen3_moe", "mixtral", "mistral"]
+)
 def test_reproducible_rows_are_bitwise_independent_of_the_batch(
     oracle_models: Path, name: str, dtype: str
 ) -> None:

@@ -70,6 +70,55 @@ def test_a_config_that_does_not_fit_is_refused(
         engine_of(model_dir)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("mistral", {}, (12, 12, 12)),
+        ("mistral", {"sliding_window": None}, (0, 0, 0)),
+        ("mixtral", {"sliding_window": 30}, (30, 30, 30)),
+        ("llama", {}, (0, 0, 0)),
+        ("llama", {"sliding_window": 64, "use_sliding_window": False}, (0, 0, 0)),
+        ("qwen2_windowed", {}, (0, 9, 9)),
+        ("qwen2_windowed", {"layer_types": None}, (0, 9, 9)),
+        ("qwen2_windowed", {"layer_types": None, "max_window_layers": 0}, (9, 9, 9)),
+        ("qwen2_windowed", {"layer_types": None, "max_window_layers": None}, (0, 0, 0)),
+        ("qwen2_windowed", {"use_sliding_window": False}, (0, 0, 0)),
+        ("qwen3_layer_types", {}, (17, 0, 17)),
+        ("qwen3_moe_windowed", {}, (5, 5, 5)),
+        ("qwen3_moe", {"sliding_window": 7}, (0, 0, 0)),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(
+    oracle_models: Path, tmp_path: Path, name: str, changes: dict[str, Any], windows: tuple[int]
+) -> None:
+    model = Path(shutil.copytree(oracle_models / name, tmp_path / name))
+    edit_config(model, **changes)
+    assert model_config(model).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("qwen3_layer_types", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        (
+            "qwen3_layer_types",
+            {"layer_types": ["full_attention"]},
+            "layer_types lists 1 layers of 3",
+        ),
+        ("qwen3_layer_types", {"sliding_window": 0}, "sliding_window=0"),
+        ("qwen2_windowed", {"layer_types": None, "max_window_layers": -1}, "max_window_layers=-1"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layers of Mistral.* are alike"),
+    ],
+)
+def test_a_window_that_is_unclear_is_refused(
+    oracle_models: Path, tmp_path: Path, name: str, changes: dict[str, Any], named: str
+) -> None:
+    model = Path(shutil.copytree(oracle_models / name, tmp_path / name))
+    edit_config(model, **changes)
+    with pytest.raises(CheckpointError, match=named):
+        model_config(model)
+
+
 def edit_tensors(model_dir: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(model_dir / "model.safetensors")
     edit(tensors)

@@ -30,6 +30,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
     moe=None,
     eos_token_ids=(0,),
+    windows=(0, 7),
 )
 TAPS = (0, 1)
 

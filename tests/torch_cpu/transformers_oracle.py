@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -58,6 +59,23 @@ MODELS = {
         {**MOE, "head_dim": 16, "norm_topk_prob": False, "decoder_sparse_step": 2},
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral": (MistralConfig, {"sliding_window": 12}),
+    "qwen2_windowed": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3_layer_types": (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_moe_windowed": (
+        Qwen3MoeConfig,
+        {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 5},
+    ),
 }
 LENGTHS = (61, 9, 34, 48, 23)
 

@@ -84,6 +84,11 @@ class DSparkConfig:
             raise _bad("architectures", architecture, "point at a DSpark drafter")
         if raw.get("rope_scaling") is not None:
             raise _bad("rope_scaling", raw["rope_scaling"], "only unscaled rotary drafters load")
+        # Run with full attention, a drafter of windows would draft ever worse as contexts grow.
+        if raw.get("use_sliding_window"):
+            raise _bad("use_sliding_window", True, "only drafters with full attention load")
+        if "sliding_attention" in (raw.get("layer_types") or ()):
+            raise _bad("layer_types", raw["layer_types"], "only full_attention layers load")
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
         vocab = _integer(raw, "vocab_size")

@@ -30,7 +30,8 @@ class ContextStore:
     """Rows of [layers, row, kv_heads, column, head_dim] keys and values, grown by doubling.
 
     Column 0 of a row is position `starts[row]`, normally 0; a request first seen in the middle (the
-    drafter restarted) starts later. `lengths` counts positions from 0: the next one expected.
+    drafter restarted) starts later. `lengths` counts positions from 0: the next one expected. One row more than
+    `num_rows` belongs to nobody: entries that only pad a batch write there.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class ContextStore:
         self.lengths = np.zeros(0, np.int64)
         self.committed = np.zeros(0, np.int64)
         self.generations = np.zeros(0, np.int64)
+        self.num_moves = (
+            0  # how often keys and values were reallocated: what was captured before is void
+        )
         self._allocate(16, 512)
 
     @property
@@ -67,6 +71,11 @@ class ContextStore:
     def request_ids(self) -> tuple[str, ...]:
         """Requests that hold a row."""
         return tuple(self._row_of)
+
+    @property
+    def spare_row(self) -> int:
+        """The row that no request ever holds."""
+        return self.num_rows
 
     def rows_of(self, request_ids: tuple[str, ...]) -> Int64:
         """Return the row of each request, opening those not seen before."""
@@ -115,12 +124,16 @@ class ContextStore:
         entry, within, positions = entry[new], within[new], positions[new]
         self.lengths[row] = np.maximum(self.lengths[row], start + counts)
         columns = positions - self.starts[row[entry]]
-        if len(columns) and int(columns.max()) >= self.num_columns:
-            wide = self.num_columns
-            while wide <= int(columns.max()):
-                wide *= 2
-            self._allocate(self.num_rows, wide)
+        self.cover_columns(int(columns.max(initial=0)))
         return Append(cu_len[:-1][fresh][entry] + within, row[entry], columns, positions)
+
+    def cover_columns(self, last: int) -> None:
+        """Grow the rows to hold column `last`."""
+        wide = self.num_columns
+        while wide <= last:
+            wide *= 2
+        if wide > self.num_columns:
+            self._allocate(self.num_rows, wide)
 
     def write(self, place: Append, keys: Tensor, values: Tensor) -> None:
         """Store keys, values [layers, T, kv_heads, head_dim] where `place` says."""
@@ -162,11 +175,12 @@ class ContextStore:
             old: Tensor = getattr(self, name)
             # Zeros, not empty: columns beyond a row's end meet a weight of exactly 0 and must be finite.
             new = torch.zeros(
-                (layers, num_rows, kv, num_columns, dim), dtype=old.dtype, device=old.device
+                (layers, num_rows + 1, kv, num_columns, dim), dtype=old.dtype, device=old.device
             )
             if old.numel():
-                new[:, :old_rows, :, : old.shape[3]] = old
+                new[:, :old_rows, :, : old.shape[3]] = old[:, :old_rows]
             setattr(self, name, new)
+        self.num_moves += 1
         for name in ("starts", "lengths", "committed", "generations"):
             old_array: Int64 = getattr(self, name)
             setattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -11,13 +12,19 @@ import torch
 from torch import Tensor
 
 from actors.core.messages import CommitBatch, ProposalBatch
+from actors.core.sampling import SamplingBatch
 from actors.engine.base import DrafterSpec
+from actors.engine.drafters.block import BlockDrafter, DraftedBlock
 from actors.engine.drafters.context import ContextStore
 from actors.engine.drafters.dspark import DSparkModel
-from actors.engine.drafters.packed_backbone import PackedBackbone
+from actors.engine.drafters.packed_backbone import PackedBackbone, PaddedContext
+from actors.engine.drafters.paged_drafts import PagedDrafts
+from actors.engine.graphs import CudaGraphRecorder, Recorder
 from actors.engine.weights import CheckpointError
-from kernels.markov_sample import DraftSampling, sample_block
+from kernels import dispatch
+from kernels.markov_sample import DraftSampling
 
+log = logging.getLogger(__name__)
 Int64 = npt.NDArray[np.int64]
 
 
@@ -61,7 +68,9 @@ class DSparkEngine:
         )
         self.device = torch.device(options.device)
         self.model = PackedBackbone(model, options.dtype, self.device)
-        self.temperatures = temperatures[:gamma].to(self.device)
+        self.drafter = BlockDrafter(
+            self.model, gamma, options.draft_top_k, temperatures[:gamma].to(self.device)
+        )
         self.context = ContextStore(
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -69,6 +78,14 @@ class DSparkEngine:
             options.dtype,
             self.device,
         )
+        self.paged: PagedDrafts | None = None
+        if dispatch.implementation("attend_paged", self.device.type) == "triton":
+            self.use_paged(CudaGraphRecorder())
+        log.info("drafter: %s", dispatch.describe(self.device.type))
+
+    def use_paged(self, recorder: Recorder | None) -> None:
+        """Draft as a GPU does: contexts read where they lie, whole drafts captured by `recorder`."""
+        self.paged = PagedDrafts(self.drafter, self.context, recorder)
 
     @torch.inference_mode()
     def advance(self, batch: CommitBatch) -> ProposalBatch | None:
@@ -116,6 +133,7 @@ class DSparkEngine:
             return
         if len(place.feature_rows) < len(features):
             features = features[torch.from_numpy(place.feature_rows)]
+        self.model.cover_positions(int(place.positions.max()))
         positions = torch.from_numpy(place.positions).to(self.device)
         self.context.write(place, *self.model.context_kv(features, positions))
 
@@ -123,32 +141,30 @@ class DSparkEngine:
         self, batch: CommitBatch, rows: Int64, wanted: Int64, started: float
     ) -> ProposalBatch:
         """Draft for the `wanted` entries, whose contexts lie in `rows`."""
-        anchor_ids = torch.from_numpy(batch.anchor_token_ids[wanted]).long().to(self.device)
-        anchors = torch.from_numpy(batch.committed_lens[wanted]).long().to(self.device) - 1
-        hidden = self.model.block(*self.context.view(rows), anchor_ids, anchors)
-        hidden = hidden[:, : self.spec.gamma]
-        block = sample_block(
-            self.model.head(hidden),
-            self.model.markov,
-            anchor_ids,
-            anchors,
-            DraftSampling.of(batch.sampling.rows(wanted), self.device),
-            self.spec.draft_top_k,
-            self.model.draft_ids,
+        block = self._block(
+            rows,
+            batch.anchor_token_ids[wanted].astype(np.int64),
+            batch.committed_lens[wanted].astype(np.int64) - 1,
+            batch.sampling.rows(wanted),
         )
-        logits = self.model.confidence_logits(hidden, block.markov_embeddings)
-        if logits is None:  # no head: nothing is known, so nothing is trimmed for it
-            confidences = torch.ones(hidden.shape[:2])
-        else:
-            confidences = torch.sigmoid(logits / self.temperatures)
         return ProposalBatch(
             drafter=self.spec.name,
             request_ids=tuple(batch.request_ids[i] for i in wanted),
             generations=batch.generations[wanted],
             committed_lens=batch.committed_lens[wanted],
             draft_token_ids=block.draft_token_ids.int().cpu().numpy(),
-            confidences=confidences.cpu().numpy(),
+            confidences=block.confidences.cpu().numpy(),
             q_ids=block.q_ids.int().cpu().numpy(),
             q_probs=block.q_probs.cpu().numpy(),
             draft_time_s=time.perf_counter() - started,
         )
+
+    def _block(
+        self, rows: Int64, anchor_ids: Int64, anchors: Int64, sampling: SamplingBatch
+    ) -> DraftedBlock:
+        if self.paged is not None:
+            return self.paged(rows, anchor_ids, anchors, sampling)
+        self.model.cover_positions(int(anchors.max()) + self.model.config.block_size - 1)
+        ids, positions = (torch.from_numpy(a).to(self.device) for a in (anchor_ids, anchors))
+        padded = PaddedContext(*self.context.view(rows))
+        return self.drafter(ids, positions, DraftSampling.of(sampling, self.device), padded)

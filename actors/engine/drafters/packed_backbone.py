@@ -1,7 +1,8 @@
-"""The DSpark drafter's weights laid out for serving, and its forward over padded context rows."""
+"""The DSpark drafter's weights laid out for serving, and its forward, wherever the context lies."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,10 @@ from actors.engine.drafters.dspark import DSparkModel, Layer
 from actors.engine.packed_linear import Linear
 from actors.engine.rotary import rotary_tables, rotate
 from kernels.markov_sample import MarkovHead
+
+# (layer, q [N, g, heads, hd], k, v [N, g, kv_heads, hd]) -> [N, g, heads * hd]: q attends, unscaled, to the context of
+# its request and to all of its own block's k and v.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -44,6 +49,7 @@ class PackedBackbone:
         context_kv = [p.weight for a in layers for p in (a.self_attn.k_proj, a.self_attn.v_proj)]
         self._context_kv = Linear(weight(torch.cat(context_kv)))
         self._cos, self._sin = weight(model.cos), weight(model.sin)
+        self.num_moves = 0  # of the rotary tables: what was captured with the old ones is void
         self.markov: MarkovHead | None = None
         if model.markov_head is not None:
             head = model.markov_head
@@ -59,7 +65,7 @@ class PackedBackbone:
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, each [layers, T, kv_heads, head_dim].
 
-        features [T, taps * d] of context tokens at absolute positions [T].
+        features [T, taps * d] of context tokens at absolute positions [T], which `cover_positions` has seen.
         """
         config = self.config
         hidden = self.rms_norm(self.fc(features.to(self.device, self.dtype)), self.hidden_norm)
@@ -70,27 +76,25 @@ class PackedBackbone:
             keys = torch.stack(
                 [self.rms_norm(k, norm) for k, norm in zip(keys, norms, strict=True)]
             )
-        cos, sin = self._rotary(positions)
+        cos, sin = self._cos[positions], self._sin[positions]
         return rotate(keys, cos[:, None], sin[:, None]), values
 
-    def block(
-        self, keys: Tensor, values: Tensor, beyond: Tensor, anchor_ids: Tensor, anchors: Tensor
-    ) -> Tensor:
+    def block(self, anchor_ids: Tensor, anchors: Tensor, attend: Attend) -> Tensor:
         """Return slot hiddens [N, block_size, d] after the final norm.
 
-        keys, values [layers, N, kv_heads, S, head_dim]; beyond [N, S], true where a row holds nothing;
-        anchor_ids, anchors [N]: token and absolute position. The block is bidirectional, so a shorter
-        one would change every slot: it is always computed whole.
+        anchor_ids, anchors [N]: token and absolute position; `cover_positions` has seen the last slot's. The block is
+        bidirectional, so a shorter one would change every slot: it is always computed whole. No size follows from a
+        tensor's contents, so that the whole can be captured.
         """
         config = self.config
         size = config.block_size
         ids = torch.full((len(anchors), size), config.mask_token_id, device=self.device)
         ids[:, 0] = anchor_ids
         positions = anchors[:, None] + torch.arange(size, device=self.device)
-        cos, sin = (table[:, :, None] for table in self._rotary(positions))
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         x = self.embed[ids]
         for index, layer in enumerate(self.layers):
-            x = x + layer.out(self._attend(x, layer, keys[index], values[index], beyond, cos, sin))
+            x = x + layer.out(attend(index, *self._heads(x, layer, cos, sin)))
             gate, up = layer.gate_up(self.rms_norm(x, layer.norm_post)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         return self.rms_norm(x, self.norm)
@@ -111,43 +115,26 @@ class PackedBackbone:
         out: Tensor = F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
         return out
 
-    def _attend(
-        self,
-        x: Tensor,
-        layer: _PackedLayer,
-        keys: Tensor,
-        values: Tensor,
-        beyond: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        """Mix x [N, g, d] over context and own block; returns [N, g, heads * head_dim]."""
+    def cover_positions(self, last: int) -> None:
+        """Grow the rotary tables to hold `last`: a block reaches beyond its anchor, a target's context beyond both."""
+        if last < len(self._cos):
+            return
+        length = max(last + 1, 2 * len(self._cos))
+        tables = rotary_tables(self.config.head_dim, self.config.rope_theta, length)
+        self._cos, self._sin = (self._weight(table) for table in tables)
+        self.num_moves += 1
+
+    def _heads(
+        self, x: Tensor, layer: _PackedLayer, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [N, g, heads, head_dim] of x [N, g, d], normed and rotated."""
         config = self.config
-        count, size, _ = x.shape
-        heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = layer.qkv(self.rms_norm(x, layer.norm_in)).view(count, size, -1, dim)
-        q, k, v = qkv.split([heads, kv, kv], dim=2)
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        qkv = layer.qkv(self.rms_norm(x, layer.norm_in))
+        q, k, v = qkv.view(*x.shape[:2], -1, config.head_dim).split([heads, kv, kv], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.rms_norm(q, layer.q_norm), self.rms_norm(k, layer.k_norm)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q = q.view(count, size, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(count, kv, -1, dim)
-        span = keys.shape[2]
-        scores = torch.cat((q @ keys.transpose(2, 3), q @ k.permute(0, 2, 3, 1)), -1).float()
-        scores[..., :span].masked_fill_(beyond[:, None, None], float("-inf"))
-        weights = (scores * dim**-0.5).softmax(-1).to(self.dtype)
-        mixed: Tensor = weights[..., :span] @ values + weights[..., span:] @ v.transpose(1, 2)
-        mixed = mixed.view(count, kv, -1, size, dim).permute(0, 3, 1, 2, 4)
-        return mixed.reshape(count, size, -1)
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the rotary tables, which grow: a block reaches beyond its anchor, a target's context beyond both."""
-        last = int(positions.max())
-        if last >= len(self._cos):
-            length = max(last + 1, 2 * len(self._cos))
-            tables = rotary_tables(self.config.head_dim, self.config.rope_theta, length)
-            self._cos, self._sin = (self._weight(table) for table in tables)
-        return self._cos[positions], self._sin[positions]
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _weight(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype).contiguous()
@@ -166,3 +153,29 @@ class PackedBackbone:
             q_norm=weight(attention.q_norm.get_parameter("weight")) if normed else None,
             k_norm=weight(attention.k_norm.get_parameter("weight")) if normed else None,
         )
+
+
+class PaddedContext:
+    """Attention over context rows padded to the longest: few large products, which is what a CPU wants.
+
+    Args:
+        keys, values: [layers, N, kv_heads, S, head_dim].
+        beyond: [N, S], true where a row holds nothing.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, beyond: Tensor) -> None:
+        self._keys, self._values, self._beyond = keys, values, beyond
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        keys, values = self._keys[layer], self._values[layer]
+        count, size, heads, dim = q.shape
+        kv, span = k.shape[2], keys.shape[2]
+        q = q.view(count, size, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(count, kv, -1, dim)
+        scores = torch.cat((q @ keys.transpose(2, 3), q @ k.permute(0, 2, 3, 1)), -1).float()
+        scores[..., :span].masked_fill_(self._beyond[:, None, None], float("-inf"))
+        weights = (scores * dim**-0.5).softmax(-1).to(q.dtype)
+        mixed: Tensor = weights[..., :span] @ values + weights[..., span:] @ v.transpose(1, 2)
+        mixed = mixed.view(count, kv, -1, size, dim).permute(0, 3, 1, 2, 4)
+        return mixed.reshape(count, size, -1)
