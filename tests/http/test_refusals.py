@@ -170,3 +170,11 @@ async def test_the_context_length_message_names_the_numbers(launch):
     assert (
         "512" in message and "21 prompt tokens" in message and "500" in message and "491" in message
     )
+
+
+async def test_an_unknown_class_of_service_is_400_naming_the_field(launch):
+    async with launch() as server:
+        answer = await server.client.post(CHAT_PATH, json={**CHAT, "dspark": {"class": "gold"}})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "dspark.class"
+        assert not server.ranks[0].reserves

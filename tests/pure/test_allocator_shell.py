@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.allocator import AllocatorActor
+from actors.allocator import AllocatorActor, _solver
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.link import Membership, ZmqLink
 from actors.shell import Peers, Seat
@@ -95,3 +95,52 @@ def test_another_incarnation_starts_without_the_curve_of_the_last(
     link.send(allocator, report(reborn, 1))
     stats = until_counted(shell, link, num_stale_reports=1)
     assert stats["num_budgets"] == 1
+
+
+def test_joint_budgets_are_served_and_explained() -> None:
+    """Two ranks of one group: the stats say whose budget is what, under which rule, and how far predictions are off."""
+    classes = ({"name": "gold", "weight": 4.0}, {"name": "bulk"})
+    config = ClusterConfig.model_validate(
+        {"target": {"num_ranks": 2}, "policy": {"name": "joint", "classes": classes}}
+    )
+    shell: Any = AllocatorActor(Seat("allocator", MEMBERSHIP, "127.0.0.1"), config)
+    links = [ZmqLink(f"target-{i}", "target", MEMBERSHIP, "127.0.0.1") for i in range(2)]
+    ranks = tuple(link.endpoint for link in links)
+    asyncio.run(shell.connect(Peers(version=1, ranks=ranks)))
+    allocator = asyncio.run(shell.describe()).endpoint
+    for link in links:
+        link.send(allocator, profile(link.endpoint))
+    for step in (1, 2):
+        for link in links:
+            link.send(allocator, report(link.endpoint, step))
+    stats = until_counted(shell, links[0], num_budgets=2)
+    deadline = time.monotonic() + 10
+    while set(stats["budgets"]) != {"target-0", "target-1"}:
+        assert time.monotonic() < deadline, stats
+        stats = until_counted(shell, links[0], num_budgets=2)
+    assert stats["num_fallbacks"] == 0 and sum(stats["num_by_rule"].values()) >= 2
+    for budget in stats["budgets"].values():
+        assert budget["class_weights"] == (1.0, 0.25)
+        assert budget["max_draft_tokens"] > 0 and budget["rule"] in ("joint", "uniform")
+    assert all(error is not None for error in stats["prediction_error"].values())
+    assert stats["unmet_classes"] == []
+    epoch, records = asyncio.run(shell.budgets())
+    assert epoch == allocator.epoch
+    assert {record.budget.rank for record in records} == {"target-0", "target-1"}
+    asyncio.run(shell.stop())
+    for link in links:
+        link.close()
+
+
+def test_groups_are_cut_from_the_ranks_in_their_order() -> None:
+    sizes = {0: [4], 1: [1] * 4, 2: [2, 2]}
+    for size, expected in sizes.items():
+        config = ClusterConfig.model_validate(
+            {"target": {"num_ranks": 4}, "policy": {"name": "joint", "group_size": size}}
+        )
+        solver: Any = _solver(config, None)
+        groups = {group.ranks for group in solver._groups.values()}
+        assert sorted(groups) == [
+            config.target.rank_names[first : first + expected[0]]
+            for first in range(0, 4, expected[0])
+        ]

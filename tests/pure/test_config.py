@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cluster.cli import main
 from configs import machine
 from configs.load import DEFAULT_PRESET, ConfigError, allowed, describe, load, preset_names
 from configs.schema import ClusterConfig, DrafterConfig, TargetConfig
@@ -153,6 +154,45 @@ def test_the_edge_of_every_contradiction_is_allowed(overrides: list[str]) -> Non
 def test_contradictions_cannot_be_built_in_code_either() -> None:
     with pytest.raises(ValidationError, match=r"drafter\.gamma: one round"):
         ClusterConfig(target=TargetConfig(max_batch_tokens=8), drafter=DrafterConfig(gamma=8))
+
+
+TWO = "[{name: a, weight: 2},{name: b, max_tpot_ms: 40, max_verify_len: 2}]"
+
+
+def test_classes_of_service_are_a_list_and_config_prints_what_it_reads_back(
+    capsys: pytest.CaptureFixture[str], yaml_file: Callable[[str], str]
+) -> None:
+    given = ["--set", "policy.name=joint", "--set", f"policy.classes={TWO}"]
+    assert main(["config", *given]) == 0
+    printed = yaml_file(capsys.readouterr().out)
+    config = load(printed, environment={})
+    assert [known.name for known in config.policy.classes] == ["a", "b"]
+    assert (config.policy.classes[0].weight, config.policy.classes[1].max_tpot_ms) == (2.0, 40.0)
+    assert config == load(overrides=given[1::2], environment={})
+
+
+@pytest.mark.parametrize(
+    ("classes", "problem"),
+    [
+        ("[{name: a, weight: 0}]", "0.weight: input should be greater than 0"),
+        ("[{name: a},{nme: b}]", "1.name: field required"),
+        ("[{name: a},{name: a}]", "two are named 'a'"),
+        ("[{name: a, min_verify_len: 3, max_verify_len: 2}]", "max_verify_len is below"),
+        ("3", "a list of {name, weight, max_tpot_ms, min_verify_len, max_verify_len}"),
+    ],
+)
+def test_a_bad_class_is_refused_with_its_place(classes: str, problem: str) -> None:
+    error = refusal("policy.name=joint", f"policy.classes={classes}")
+    assert error.field == "policy.classes" and problem in str(error)
+
+
+def test_classes_are_refused_where_nothing_weighs_them() -> None:
+    assert "weighs no classes" in str(refusal("policy.classes=[{name: a}]"))
+
+
+def test_a_group_takes_a_whole_number_of_times_to_make_all_ranks() -> None:
+    assert "no multiple" in str(refusal("target.num_ranks=3", "policy.group_size=2"))
+    assert load(overrides=["target.num_ranks=4", "policy.group_size=2"], environment={})
 
 
 def test_environment_is_named_as_the_origin() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,34 @@ def test_where_the_text_files_of_a_model_lie(tmp_path: Path):
     assert text_files(str(tmp_path)) == tmp_path
     with pytest.raises(ModelFilesError, match="hub id"):
         text_files("no/such/folder")
+
+
+CLASSES = replace(LIMITS, classes=("gold", "bulk"), ranks=("target-0", "target-1"))
+
+
+def test_a_request_names_its_class_and_one_that_names_none_is_of_the_first(codec):
+    intake = Intake(codec, CLASSES)
+    assert chat(intake).order.class_id == 0
+    assert chat(intake, dspark={"class": "bulk"}).order.class_id == 1
+    assert chat(intake, dspark={"class": "gold", "speculation": False}).order.class_id == 0
+
+
+def test_a_rank_can_be_named_only_where_hints_are_allowed(codec, intake):
+    assert chat(Intake(codec, CLASSES), dspark={"rank": "target-1"}).order.rank == "target-1"
+    assert chat(intake).order.rank is None
+    with pytest.raises(ApiError, match="allow_rank_hint") as refused:
+        chat(intake, dspark={"rank": "target-1"})
+    assert (refused.value.status, refused.value.param) == (400, "dspark.rank")
+    with pytest.raises(ApiError, match="known: target-0, target-1"):
+        chat(Intake(codec, CLASSES), dspark={"rank": "target-7"})
+
+
+@pytest.mark.parametrize(
+    ("limits", "remedy"), [(CLASSES, "known: gold, bulk"), (LIMITS, "no classes are configured")]
+)
+def test_an_unknown_class_is_refused_by_its_field_with_the_known_ones(codec, limits, remedy):
+    for body in (chat, completions):
+        with pytest.raises(ApiError, match=remedy) as refused:
+            body(Intake(codec, limits), "hi", dspark={"class": "silver"})
+        assert (refused.value.status, refused.value.param) == (400, "dspark.class")
+        assert "silver" in str(refused.value)

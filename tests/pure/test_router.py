@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from actors.core.messages import Endpoint, LoadView, RankLoad, RankRoute, RoutingTable
+from actors.core.messages import (
+    Endpoint,
+    LoadView,
+    RankLoad,
+    RankRoute,
+    RoutingTable,
+    VerifyBudget,
+)
 from cluster.router import MAX_VIEW_AGE_S, Router
+from cluster.telemetry import rank_gauges
 
 
 def endpoint(name: str, epoch: str = "e", role="target") -> Endpoint:
@@ -139,3 +147,26 @@ def test_older_tables_and_views_are_ignored_until_the_allocator_restarts():
     router.update_table(table(3, second, a="ready", b="ready"))
     assert router.update_load(view(1, a=0.1, b=0.2), 0.0)
     assert names(router)[0] == "a"
+
+
+def test_a_wanted_rank_comes_before_faster_ones_and_the_others_stay_as_they_are():
+    router = Router()
+    router.update_table(table(1, a="ready", b="ready", c="ready"))
+    router.update_load(view(1, a=0.3, b=0.1, c=0.2), 0.0)
+    assert [r.endpoint.name for r in router.candidates(0.0, "a")] == ["a", "b", "c"]
+    assert [r.endpoint.name for r in router.candidates(0.0, "gone")] == ["b", "c", "a"]
+
+
+def test_the_loads_carry_what_the_allocator_decided_into_the_metrics():
+    router = Router()
+    assert rank_gauges(router.loads) == ""
+    budget = VerifyBudget("a", "e", 1, 3, 9, 7, 0.25, "joint")
+    told = RankLoad("a", 2, 0, 10, 20, 0.1, 0.0, budget, 0.125)
+    router.update_load(LoadView(1, (told, RankLoad("b", 0, 0, 0, 0, 0.1, 0.0))), 0.0)
+    lines = rank_gauges(router.loads).splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'dspark:rank_budget_tokens{rank="a"} 7',
+        'dspark:rank_price{rank="a"} 0.25',
+        'dspark:rank_prediction_error{rank="a"} 0.125',
+    ]
+    assert sum(line.startswith("# TYPE") for line in lines) == 3

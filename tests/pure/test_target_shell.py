@@ -6,9 +6,13 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
+from actors import timing
 from actors.core.messages import Endpoint
+from actors.core.prefix_scheduler import NoSpeculation, allocate
+from actors.core.verify_decision import DraftFacts
 from actors.link import Membership
 from actors.shell import DrafterFacts, Peers, Seat
 from actors.target import TargetActor
@@ -48,3 +52,16 @@ def test_a_rank_that_never_verifies_a_draft_asks_and_waits_for_none(
 ) -> None:
     assert drafters_used(policy) == used
     assert "is not used" not in caplog.text
+
+
+def test_the_time_of_every_decision_is_counted() -> None:
+    clock = iter(range(100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+        decider = timing.TimedDecider("rank", "e", NoSpeculation(), allocate)
+        none = np.zeros((0, 3), np.float32)
+        empty = np.zeros(0, np.int32)
+        decision = decider.decide(4, (), none, empty, empty > 0, 0, 0, 0)
+        assert decider.choose_drafting(DraftFacts(5, 2, 2, 0, 8)).asks.all()
+    assert decision.step == 4
+    assert decider.seconds == 2.0

@@ -13,10 +13,12 @@ from actors.core.capacity import Allocator
 from actors.core.classes import ClassPrices, plan_classes
 from actors.core.group_times import GroupTimes
 from actors.core.joint import plan_group
+from actors.core.local_policy import LocalPolicy
 from actors.core.lockstep_solver import JointSolver
-from actors.core.messages import Endpoint, RankProfile, StepReport
+from actors.core.messages import Endpoint, RankProfile, StepReport, VerifyBudget
 from actors.core.prefix_scheduler import allocate
-from actors.core.service_class import ServiceClass, allocate_classes
+from actors.core.service_class import ClassAllocation, ServiceClass, allocate_classes
+from actors.core.verify_decision import VerifyDecider
 from tests.torch_cpu.exact_law import Scheduler
 from tests.torch_cpu.test_losslessness import (
     APPENDIX_A,
@@ -108,6 +110,31 @@ def test_ranks_planned_together_keep_every_law(name: str, confidence: float) -> 
 def test_ranking_by_the_worth_of_a_class_keeps_every_law(name: str, confidence: float) -> None:
     stale = np.cumprod(np.full((3, 2), confidence, np.float32), axis=1)
     assert law_error(pairs((8, 9, 10)), [RULES[name]] * 3, by_class(stale), draft_top_k=3) < 1e-9
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rank_s_own_decision_with_classes_keeps_every_law(name: str, with_weights: bool) -> None:
+    """The decider that serves: under a budget with weights, and alone, where they only say who comes first."""
+    policy = LocalPolicy("lagged")
+    policy.times.measured(JAGGED)
+
+    def schedule(survival: Float32) -> Int32:
+        decider = VerifyDecider("rank", "1", policy, allocate, classes=ClassAllocation(CLASSES))
+        if with_weights:
+            decider.budgets.offer(
+                VerifyBudget("rank", "1", 7, 9, 9, 3, 0.1, "", (1.0, 0.5, 0.5)), 9
+            )
+        rows, gamma = survival.shape
+        everyone = np.full(rows, gamma, np.int32)
+        stale, ids = np.full(survival.shape, 0.4, np.float32), np.arange(rows, dtype=np.int32)
+        for step, seen in ((6, stale), (7, stale**2), (9, survival)):
+            decision = decider.decide(
+                step, ("a",) * rows, seen, everyone, everyone > 0, 9, 0, 0, class_ids=ids
+            )
+        return decision.verify_len
+
+    assert law_error(pairs((8, 9, 10)), [RULES[name]] * 3, schedule, draft_top_k=3) < 1e-9
 
 
 def joint_on(seen: Callable[[Float32], Float32]) -> Scheduler:
