@@ -24,11 +24,12 @@ from cluster.commands.local import free_port
 from cluster.commands.signals import interruptible
 from cluster.console import CommandError, emit_json, note, say
 from cluster.demo_prompts import PROMPTS
-from cluster.rank_bench_report import Phase, figure, summary, text
+from cluster.rank_bench_report import Kill, Phase, figure, summary, text
 from configs.load import load
 from configs.schema import ClusterConfig
 
 POLL_S = 0.25
+KILL_POLL_S = 0.02
 CALL_TIMEOUT_S = 20.0
 BACK_TIMEOUT_S = 90.0
 CHAT = [prompt for kind, prompt in PROMPTS if kind in ("chat", "prose")]
@@ -138,18 +139,25 @@ class _Cluster:
             threading.Thread(target=self._follow, args=(stream, into, num_tokens), daemon=True)
             for stream, into in zip(streams, served, strict=True)
         ]
-        started = time.perf_counter()
-        for thread in threads:
-            thread.start()
         records: list[BudgetRecord] = []
-        killed_pid, killed_at = 0, None
+        over = threading.Event()
+        recorder = threading.Thread(target=self._record, args=(records, over), daemon=True)
+        pid = int(self._member("allocator")["pid"])
+        kill: Kill | None = None
+        started = time.perf_counter()
+        for thread in (*threads, recorder):
+            thread.start()
         while any(thread.is_alive() for thread in threads):
-            records += self._new_records()
-            if kill_after and not killed_pid and sum(s.num_chunks for s in served) >= kill_after:
-                killed_pid, killed_at = self._kill_allocator(), len(records)
-            time.sleep(POLL_S)
+            if kill_after and kill is None and sum(s.num_chunks for s in served) >= kill_after:
+                os.kill(pid, signal.SIGKILL)
+                running = sum(thread.is_alive() for thread in threads)
+                kill = Kill(pid, sum(s.num_chunks for s in served), running, len(records))
+                note(f"killed the allocator, process {pid}, while {running} streams ran")
+            time.sleep(KILL_POLL_S)
         seconds = time.perf_counter() - started
-        is_back = self._await_allocator(killed_pid) if killed_pid else False
+        is_back = self._await_allocator(pid) if kill else False
+        over.set()
+        recorder.join()
         records += self._new_records()
         after = self._rank_times()
         return Phase(
@@ -166,8 +174,7 @@ class _Cluster:
                 for rank in after
             },
             allocator=self._stats()["allocator"],
-            killed_pid=killed_pid,
-            killed_at=killed_at,
+            kill=kill,
             is_back=is_back,
         )
 
@@ -189,6 +196,10 @@ class _Cluster:
                 collect(chunks, count, into.answer)
         except CommandError as error:
             into.error = str(error)
+
+    def _record(self, into: list[BudgetRecord], over: threading.Event) -> None:
+        while not over.wait(POLL_S):
+            into += self._new_records()
 
     # --- control calls ----------------------------------------------------------------------------------------------
 
@@ -220,12 +231,6 @@ class _Cluster:
         fresh = [record for record in records if record.number > newest]
         self._epoch, self._newest = epoch, fresh[-1].number if fresh else newest
         return fresh
-
-    def _kill_allocator(self) -> int:
-        pid = int(self._member("allocator")["pid"])
-        note(f"killing the allocator, process {pid}")
-        os.kill(pid, signal.SIGKILL)
-        return pid
 
     def _await_allocator(self, killed_pid: int) -> bool:
         """Whether another process has taken its place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +16,16 @@ from cluster.console import table
 MOST_REPORTS = 2  # after the first that shows the new load, its own budget included
 MOST_DECISION_SHARE = 0.02
 STEADY = 0.9  # of the largest load a rank had in a phase: below, it is filling up or running dry
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The end of the allocator's process in the middle of a phase."""
+
+    pid: int
+    num_chunks: int  # pieces of text that had come by then
+    num_running: int  # streams
+    num_records: int
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,7 @@ class Phase:
     num_chunks: int
     decision_share: dict[str, float]  # of the seconds of each rank's steps
     allocator: dict[str, Any]  # its counts at the end
-    killed_pid: int = 0
-    killed_at: int | None = None  # records before the kill
+    kill: Kill | None = None
     is_back: bool = False
 
     def of(self, rank: str) -> list[BudgetRecord]:
@@ -86,10 +95,9 @@ def summary(phases: Sequence[Phase], policy: str) -> dict[str, Any]:
         "equal_texts": equal,
         "errors": errors,
         "drill": {
-            "killed_pid": drill.killed_pid,
+            "kill": asdict(drill.kill) if drill.kill else None,
+            "num_chunks": drill.num_chunks,
             "is_back": drill.is_back,
-            "budgets_before_kill": drill.killed_at,
-            "budgets_after_restart": len(drill.records) - (drill.killed_at or 0),
             "num_failed": len(drill.errors),
         },
         "num_by_rule": {phase.name: dict(_rules(phase)) for phase in phases},
@@ -98,7 +106,7 @@ def summary(phases: Sequence[Phase], policy: str) -> dict[str, Any]:
         "budgets": {phase.name: [_row(record) for record in phase.records] for phase in phases},
         "holds": bool(
             differ and follows and all(equal.values()) and not errors and drill.is_back
-            and drill.killed_pid
+            and drill.kill and drill.kill.num_running
         ),
     }  # fmt: skip
 
@@ -161,7 +169,7 @@ def text(report: dict[str, Any]) -> str:
             table(header, rows),
             f"budgets differ by rank: {_yes(report['budgets_differ'])}; reports until a budget followed the "
             f"load: {', '.join(f'{rank} {count}' for rank, count in report['reports_to_follow'].items())}",
-            f"allocator killed (process {drill['killed_pid']}): texts equal: "
+            f"allocator killed while {(drill['kill'] or {}).get('num_running', 0)} streams ran: texts equal: "
             f"{_yes(report['equal_texts']['drill'])}; failed streams: {drill['num_failed']}; it came back: "
             f"{_yes(drill['is_back'])}",
             f"texts equal after the switch: {_yes(report['equal_texts']['switched'])}",
@@ -195,11 +203,9 @@ def figure(phases: Sequence[Phase], folder: Path) -> Path | None:
     for phase in phases:
         for axes in (budgets, requests):
             axes.axvline(start, color="0.6", linewidth=0.8)
-            if phase.killed_at is not None:
-                axes.axvline(start + phase.killed_at, color="#D55E00", linestyle="--")
-        label = (
-            phase.name if phase.killed_at is None else f"{phase.name} (dashed: allocator killed)"
-        )
+            if phase.kill:
+                axes.axvline(start + phase.kill.num_records, color="#D55E00", linestyle="--")
+        label = f"{phase.name} (dashed: allocator killed)" if phase.kill else phase.name
         budgets.text(start, 1.02, f" {label}", transform=budgets.get_xaxis_transform(), fontsize=8)
         start += len(phase.records)
     budgets.set_ylabel("budget (draft tokens a step)")

@@ -27,6 +27,7 @@ OUTLIER_LOG = (
 SURPRISES_TO_RESTART = 12  # so many outliers in a row are a new regime, not bad luck
 ERROR_SMOOTHING = 0.95
 MIN_SERVED_STEPS = 16
+CALIBRATION_STEPS = 4  # their median says how much slower everything is than it was measured
 MAX_ERROR_LOG = 0.35  # mean prediction error above which the model is not to be searched over
 RANK_STEP_LOG = 0.01  # how fast the factor of a single rank moves
 RANK_NOISE_LOG = 0.02  # a mean gap below this says nothing about one rank
@@ -60,11 +61,13 @@ class LockstepModel:
         self.num_steps = self.num_outliers = self.num_restarts = 0
         self._surprises = 0
         self._error_log = 0.0
+        self._first_gaps: list[float] = []
         self._rank_gap = np.zeros(num_ranks)
         # Unknowns: the common factor of all curves; then, in `_unit`s, the cost of a million context tokens, what g
         # costs at its first knot, and what it adds up to each following one. None is negative.
         self._weights = np.zeros(2 + len(knots))
         self._weights[0] = 1.0
+        self._initial = self._weights.copy()
         self._covariance = self._prior()
         self._unit = 0.0  # seconds of a typical step, so that the prior has a scale
 
@@ -107,6 +110,8 @@ class LockstepModel:
             self.num_outliers += 1
             return
         self._start(served_s)
+        if len(self._first_gaps) < CALIBRATION_STEPS:
+            self._calibrate(steps, served_s)
         times = self.times(steps)
         own = times.rank_times_s(np.zeros(len(steps)))
         slowest = int(own.argmax())
@@ -133,6 +138,19 @@ class LockstepModel:
         if not self._unit:
             self._unit = served_s
             self._weights[2:] = np.diff(self._known_shared, prepend=0.0) / served_s
+            self._initial = self._weights.copy()
+
+    def _calibrate(self, steps: Sequence[RankStep], served_s: float) -> None:
+        """A curve was measured while nothing else ran. Where the first steps are far from it, they all share a factor,
+        which is taken over at once: small steps would take it for a model that cannot be trusted."""
+        learned, self._weights = self._weights, self._initial
+        self._first_gaps.append(float(np.log(served_s / self.predict_s(steps))))
+        self._weights = learned
+        factor_log = float(np.median(self._first_gaps))
+        if len(self._first_gaps) == CALIBRATION_STEPS and abs(factor_log) > OUTLIER_LOG:
+            self._weights = self._initial * np.exp(factor_log)
+            self._covariance = self._prior()
+            self._surprises, self._error_log = 0, 0.0
 
     def _learn(
         self, times: GroupTimes, step: RankStep, slowest: int, total: int, gap: float

@@ -1,6 +1,6 @@
 """What a rank's decisions cost a step: `python -m tests.pure.rank_benchmark`. A benchmark, not a test: machines differ.
 
-To be held against a step of the default model (about 25 ms on two cores): deciding should stay below two per cent of it.
+To be held against a step of the default model (about 25 ms on two cores): deciding should stay below 2 % of it.
 Deciding is `decide` and `choose_drafting`, with the searches of a rank that is left alone.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +49,21 @@ def report(rank: Endpoint, step: int) -> StepReport:
     )
 
 
-def until_counted(shell: Any, link: ZmqLink, **expected: int) -> dict[str, Any]:
+def until(
+    shell: Any, is_there: Callable[[dict[str, Any]], bool], *links: ZmqLink
+) -> dict[str, Any]:
     deadline = time.monotonic() + 10
     while True:
-        link.poll(0.02)
+        for link in links:
+            link.poll(0.02)
         stats: dict[str, Any] = asyncio.run(shell.stats())
-        if all(stats[name] >= count for name, count in expected.items()):
+        if is_there(stats):
             return stats
         assert time.monotonic() < deadline, stats
+
+
+def until_counted(shell: Any, link: ZmqLink, **expected: int) -> dict[str, Any]:
+    return until(shell, lambda stats: all(stats[n] >= c for n, c in expected.items()), link)
 
 
 def test_a_rank_that_was_too_busy_to_answer_the_supervisor_gets_budgets_again(
@@ -97,39 +104,43 @@ def test_another_incarnation_starts_without_the_curve_of_the_last(
     assert stats["num_budgets"] == 1
 
 
-def test_joint_budgets_are_served_and_explained() -> None:
-    """Two ranks of one group: the stats say whose budget is what, under which rule, and how far predictions are off."""
+@pytest.fixture
+def two_links() -> Iterator[list[ZmqLink]]:
+    links = [ZmqLink(f"target-{i}", "target", MEMBERSHIP, "127.0.0.1") for i in range(2)]
+    yield links
+    for link in links:
+        link.close()
+
+
+@pytest.fixture
+def joint_shell() -> Iterator[Any]:
     classes = ({"name": "gold", "weight": 4.0}, {"name": "bulk"})
     config = ClusterConfig.model_validate(
         {"target": {"num_ranks": 2}, "policy": {"name": "joint", "classes": classes}}
     )
-    shell: Any = AllocatorActor(Seat("allocator", MEMBERSHIP, "127.0.0.1"), config)
-    links = [ZmqLink(f"target-{i}", "target", MEMBERSHIP, "127.0.0.1") for i in range(2)]
-    ranks = tuple(link.endpoint for link in links)
-    asyncio.run(shell.connect(Peers(version=1, ranks=ranks)))
-    allocator = asyncio.run(shell.describe()).endpoint
-    for link in links:
-        link.send(allocator, profile(link.endpoint))
-    for step in (1, 2):
-        for link in links:
-            link.send(allocator, report(link.endpoint, step))
-    stats = until_counted(shell, links[0], num_budgets=2)
-    deadline = time.monotonic() + 10
-    while set(stats["budgets"]) != {"target-0", "target-1"}:
-        assert time.monotonic() < deadline, stats
-        stats = until_counted(shell, links[0], num_budgets=2)
+    shell = AllocatorActor(Seat("allocator", MEMBERSHIP, "127.0.0.1"), config)
+    yield shell
+    asyncio.run(shell.stop())
+
+
+def test_joint_budgets_are_served_and_explained(joint_shell: Any, two_links: list[ZmqLink]) -> None:
+    """Two ranks of one group: the stats say whose budget is what, under which rule, and how far predictions are off."""
+    ranks = tuple(link.endpoint for link in two_links)
+    asyncio.run(joint_shell.connect(Peers(version=1, ranks=ranks)))
+    allocator = asyncio.run(joint_shell.describe()).endpoint
+    for link, rank in zip(two_links, ranks, strict=True):
+        for message in (profile(rank), report(rank, 1)):
+            link.send(allocator, message)
+    stats = until(joint_shell, lambda stats: len(stats["budgets"]) == 2, *two_links)
     assert stats["num_fallbacks"] == 0 and sum(stats["num_by_rule"].values()) >= 2
     for budget in stats["budgets"].values():
         assert budget["class_weights"] == (1.0, 0.25)
         assert budget["max_draft_tokens"] > 0 and budget["rule"] in ("joint", "uniform")
     assert all(error is not None for error in stats["prediction_error"].values())
     assert stats["unmet_classes"] == []
-    epoch, records = asyncio.run(shell.budgets())
+    epoch, records = asyncio.run(joint_shell.budgets())
     assert epoch == allocator.epoch
     assert {record.budget.rank for record in records} == {"target-0", "target-1"}
-    asyncio.run(shell.stop())
-    for link in links:
-        link.close()
 
 
 def test_groups_are_cut_from_the_ranks_in_their_order() -> None:

@@ -15,7 +15,7 @@ from actors.core.messages import VerifyBudget
 from cluster.cli import main
 from cluster.client import Answer
 from cluster.rank_bench import _settings, loads
-from cluster.rank_bench_report import Phase, figure, reports_to_follow, summary, text
+from cluster.rank_bench_report import Kill, Phase, figure, reports_to_follow, summary, text
 from configs.load import load
 
 RANKS = ("target-0", "target-1")
@@ -49,7 +49,7 @@ def phase(name: str, budgets: dict[str, list[tuple[int, int]]], **changes: Any) 
 
 BEFORE = phase("before", {"target-0": [(3, 4), (8, 6), (8, 6)], "target-1": [(2, 10)] * 3})
 SWITCHED = phase("switched", {"target-0": [(2, 10)] * 3, "target-1": [(1, 9), (8, 6), (8, 6)]})
-DRILL = replace(BEFORE, name="drill", killed_pid=77, killed_at=2, is_back=True)
+DRILL = replace(BEFORE, name="drill", kill=Kill(77, 14, 2, 2), is_back=True)
 
 
 def test_a_good_run_holds_and_says_so() -> None:
@@ -59,10 +59,15 @@ def test_a_good_run_holds_and_says_so() -> None:
     assert report["reports_to_follow"] == {"target-0": 1, "target-1": 1}
     assert report["medians"]["before"]["target-0"]["budget"] == 6  # of the full load only
     assert report["tokens_per_s"] == {"before": 20.0, "switched": 20.0, "drill": 20.0}
-    assert report["drill"]["budgets_after_restart"] == len(BEFORE.records) - 2
+    assert report["drill"]["kill"] == {
+        "pid": 77,
+        "num_chunks": 14,
+        "num_running": 2,
+        "num_records": 2,
+    }
     json.dumps(report)
     shown = text(report)
-    assert "budgets differ by rank: yes" in shown and "process 77" in shown
+    assert "budgets differ by rank: yes" in shown and "killed while 2 streams ran" in shown
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,8 @@ def test_a_good_run_holds_and_says_so() -> None:
     [
         ([BEFORE, SWITCHED, replace(DRILL, errors=["cut"])], "a failed stream"),
         ([BEFORE, SWITCHED, replace(DRILL, is_back=False)], "an allocator that stayed away"),
-        ([BEFORE, SWITCHED, replace(DRILL, killed_pid=0)], "a drill without a kill"),
+        ([BEFORE, SWITCHED, replace(DRILL, kill=None)], "a drill without a kill"),
+        ([BEFORE, SWITCHED, replace(DRILL, kill=Kill(77, 40, 0, 5))], "a kill after the end"),
         ([BEFORE, SWITCHED, replace(DRILL, answers=[Answer("a", "length", 30)])], "another text"),
         ([BEFORE, replace(SWITCHED, answers=[]), DRILL], "another text after the switch"),
     ],
