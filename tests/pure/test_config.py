@@ -192,7 +192,8 @@ def test_classes_are_refused_where_nothing_weighs_them() -> None:
 
 def test_a_group_takes_a_whole_number_of_times_to_make_all_ranks() -> None:
     assert "no multiple" in str(refusal("target.num_ranks=3", "policy.group_size=2"))
-    assert load(overrides=["target.num_ranks=4", "policy.group_size=2"], environment={})
+    config = load(overrides=["target.num_ranks=4", "policy.group_size=2"], environment={})
+    assert config.target.rank_names == ("target-0", "target-1", "target-2", "target-3")
 
 
 def test_environment_is_named_as_the_origin() -> None:

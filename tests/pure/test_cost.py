@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.core.cost import MIN_SERVED_STEPS, SURPRISES_TO_RESTART, LockstepModel, RankStep
+from actors.core.cost import (
+    CALIBRATION_STEPS,
+    MIN_SERVED_STEPS,
+    SURPRISES_TO_RESTART,
+    LockstepModel,
+    RankStep,
+)
 from actors.core.group_times import GroupTimes, SharedTime, drafting_s, split_profiles
 from actors.core.sps import CostCurve
 from tests.pure.lockstep import curve, group, random_curve, staircase
@@ -227,3 +233,31 @@ def test_a_model_that_knows_what_is_shared_predicts_uneven_load_from_the_first_s
             model.fold(steps, served)
     assert errors["knowing"][0] < 0.05
     assert max(errors["knowing"]) < 0.1 < errors["ignorant"][0]
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 8.0])
+def test_a_machine_that_is_slower_throughout_is_known_after_four_steps(factor: float) -> None:
+    """Curves are measured while nothing else runs; ranks that share a machine then serve at another pace."""
+    rng = np.random.default_rng(11)
+    known = SharedTime(np.array([0.0, 400.0]), np.array([0.0, 0.01]))
+    model = LockstepModel(3, known)
+    errors = []
+    for _ in range(40):
+        steps = steps_of(rng, TRUE, 3)
+        served = factor * true_time_s(steps, known) * float(np.exp(rng.normal(0, 0.02)))
+        errors.append(abs(np.log(model.predict_s(steps) / served)))
+        model.fold(steps, served)
+    assert max(errors[CALIBRATION_STEPS:]) < 0.1
+    assert model.is_trusted and model.prediction_error < 0.06
+    assert model.num_restarts == 0
+
+
+def test_one_stalled_step_at_the_start_is_not_taken_for_the_pace_of_the_machine() -> None:
+    rng = np.random.default_rng(12)
+    model = LockstepModel(3)
+    for at in range(CALIBRATION_STEPS):
+        steps = steps_of(rng, TRUE, 3)
+        model.fold(steps, true_time_s(steps, SharedTime.none()) * (20.0 if at == 1 else 1.0))
+    steps = steps_of(rng, TRUE, 3)
+    exact = true_time_s(steps, SharedTime.none())
+    assert model.predict_s(steps) == pytest.approx(exact, rel=0.35)

@@ -112,7 +112,10 @@ def test_a_rank_outside_every_group_is_planned_by_itself() -> None:
     alone = view("other", 8, measured())
     assert solver([alone], 0.0) == [lagged_budget(alone.survivals, alone.times)]
     assert solver.model_of("other") is None and solver.plan_of("other") is None
-    solver.observe(report(3, "other", 8))
+    assert solver.observe(report(3, "other", 8)), "its time is its own"
+    assert solver.prediction_error("other") is None
+    solver.forget("other")
+    assert solver([alone], 0.0) == [lagged_budget(alone.survivals, alone.times)]
 
 
 def test_a_group_without_a_usable_curve_is_left_to_its_ranks() -> None:

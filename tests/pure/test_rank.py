@@ -12,6 +12,7 @@ from actors.core.messages import (
     TokenDeltas,
 )
 from actors.core.rank import UnexpectedMessageError
+from actors.core.rank_report import rank_stats
 from tests.pure.rank_harness import Session, admitted, make_rank, reserve
 from tests.pure.scripted_drafter import ALLOCATOR, INGRESS, endpoint, oracle, true_token
 
@@ -277,3 +278,19 @@ def test_reservation_then_admission_uses_the_same_room() -> None:
     assert rank.on_message(admitted("a", PROMPT, 11), 0.0) == []
     assert rank.book.pool.num_free == 6
     assert true_token(PROMPT) >= 0
+
+
+def test_a_rank_tells_whoever_asks_what_it_has_done_and_what_it_holds() -> None:
+    session = Session(make_rank(), error=0.0)
+    before = rank_stats(session.rank)
+    assert (before["acceptance_length"], before["is_idle"], before["last_rule"]) == (None, True, "")
+    session.submit(admitted("a", PROMPT, 30))
+    session.step()
+    session.step()
+    during = rank_stats(session.rank)
+    assert (during["num_running"], during["is_idle"], during["num_steps"]) == (1, False, 2)
+    assert during["num_free_blocks"] < before["num_free_blocks"]
+    session.run()
+    after = rank_stats(session.rank)
+    assert after["acceptance_length"] > 1 and after["num_committed"] == 30
+    assert after["num_free_blocks"] == before["num_free_blocks"] == after["num_blocks"]
