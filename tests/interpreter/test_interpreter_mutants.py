@@ -218,7 +218,7 @@ MUTANTS = {
         "BLOCK_SIZE + (key + 1) % BLOCK_SIZE", attends,
     ),
     "keys of another head": Mutant(
-        attention, "attend_kernel", "kv_head.to(tl.int64) * head_stride", "kv_head * 0", attends,
+        attention, "attend_kernel", "kv_head.to(tl.int64) * head_slots", "kv_head * 0", attends,
     ),
     "the last key of a split": Mutant(
         attention, "attend_kernel", "(split + 1) * split_keys)", "(split + 1) * split_keys - 1)",
