@@ -147,7 +147,7 @@ def test_kernel_leaves_padding_tokens_alone() -> None:
 
 
 def test_kernel_reads_heads_that_lie_apart() -> None:
-    """As a drafter's context has them: [rows, heads, columns, dim], a row a block, all slots up to the last one seen."""
+    """As a drafter's context has them: [rows, heads, columns, dim], a row a block, every slot sees up to the last."""
     heads, columns, dim, group = 2, 32, 16, 3
     rng = torch.Generator().manual_seed(0)
     pools = [torch.randn(4, heads, columns, dim, generator=rng) for _ in range(2)]
