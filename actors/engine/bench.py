@@ -154,6 +154,6 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    from actors.engine.round_bench import main
+    from actors.engine.bench_command import main
 
     raise SystemExit(main())

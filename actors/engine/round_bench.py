@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
 
 import numpy as np
-import torch
 
 from actors.core.admission import RankLimits
-from actors.core.capacity import LocalPolicy, PolicyName
 from actors.core.layout import StepPlan
+from actors.core.local_policy import LocalPolicy, PolicyName
 from actors.core.messages import (
     AdmittedRequest,
     CloseDraft,
@@ -32,18 +26,16 @@ from actors.core.sampling import SamplingParams
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import DrafterEngine
-from actors.engine.bench import StepTimes, profile_step_times, run
+from actors.engine.bench import StepTimes, profile_step_times
 from actors.engine.checkpoint import find_model
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.engine import DrafterOptions
 from actors.engine.drafters.serve import find_drafter
 from actors.engine.drafters.serve import load_engine as load_drafter
 from actors.engine.target_engine import DTYPES, TorchTargetEngine, load_engine
-from actors.engine.weights import CheckpointError, read_config
-from configs.load import ConfigError, load
+from actors.engine.weights import read_config
 from configs.schema import ClusterConfig
 
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 NEW_TOKENS = 96
 PROMPTS = (
     "Write a function in Python that returns the prime factors of a number.",
@@ -51,14 +43,6 @@ PROMPTS = (
     "Tell me how bread is made.",
     "List the planets of the solar system with one fact about each.",
 )
-EXAMPLES = """on a GPU, one line each:
-  python -m actors.engine.bench --config single-node-gpu --batch 1 16 64 256 --json
-  python -m actors.engine.bench --config single-node-gpu --batch 1 16 64 256 --policy none lagged --graphs on off
-  python -m actors.engine.bench --config single-node-gpu --batch 1 16 64 256 --numerics reproducible fast
-  python -m actors.engine.bench --config single-node-gpu --batch 1 256 --policy --breakdown
-on a CPU:
-  python -m actors.engine.bench --batch 1 4 16
-Every combination of policy, graphs, numerics and batch is one row; several of each may be named."""
 _TARGET, _DRAFTER, _INGRESS = (
     Endpoint(name, role, f"inproc://{name}", "", "1")  # type: ignore[arg-type]
     for name, role in (("target-0", "target"), ("drafter-0", "drafter"), ("bench", "ingress"))
@@ -225,80 +209,3 @@ def bench_of(config: ClusterConfig, *, captures: bool) -> Bench:
         drafter = load_drafter(drafter_dir, model_dir, options)
     times = profile_step_times(target, config)
     return Bench(config, target, drafter, times, prompt_ids(model_dir, target.spec.vocab_size))
-
-
-def measure_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Every combination asked for, and what was measured on."""
-    rows: list[Figures] = []
-    report: dict[str, Any] = {"figures": rows, "engine": []}
-    for numerics, graphs in product(options.numerics or [None], options.graphs):
-        chosen = [*options.set, *([f"model.numerics={numerics}"] if numerics else [])]
-        config = load(options.config, [*chosen, f"target.max_running={max(options.batch)}"])
-        if config.target.num_threads:
-            torch.set_num_threads(config.target.num_threads)
-        captures = graphs == "on"
-        if options.breakdown or not options.policy:
-            report["engine"].append(run(config, options.batch, _note, captures=captures))
-        if options.policy:
-            bench = bench_of(config, captures=captures)
-            for policy, batch in product(options.policy, options.batch):
-                found = bench.measure(policy, batch, options.new_tokens)
-                rows.append(Figures(batch, policy, config.model.numerics, bench.replays, **found))
-                _note(_line(rows[-1]))
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return report | {"device": name, "figures": [asdict(row) for row in rows]}
-
-
-def _line(row: Figures) -> str:
-    return ", ".join(f"{name} {value}" for name, value in asdict(row).items())
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, with notes on standard error; status 2 for a setting that does not fit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m actors.engine.bench",
-        description="Tokens per second of target and drafter in this process, without Ray and HTTP.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", default="laptop-cpu", help="preset or file (laptop-cpu)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], help="requests")
-    parser.add_argument(
-        "--policy",
-        nargs="*",
-        choices=POLICIES,
-        default=list(POLICIES),
-        help="default: all; none named: the target alone",
-    )
-    parser.add_argument(
-        "--graphs",
-        nargs="+",
-        choices=("on", "off"),
-        default=["on"],
-        help="CUDA graphs; a CPU has none",
-    )
-    parser.add_argument(
-        "--numerics",
-        nargs="+",
-        choices=("reproducible", "fast"),
-        help="default: the configured one",
-    )
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="a request (96)")
-    parser.add_argument(
-        "--breakdown", action="store_true", help="where a plain step's time goes, too"
-    )
-    parser.add_argument("--json", action="store_true", help="one object on standard output")
-    options = parser.parse_args(arguments)
-    try:
-        report = measure_all(options)
-    except (CheckpointError, ConfigError) as error:
-        _note(str(error))
-        return 2
-    if options.json:
-        sys.stdout.write(json.dumps(report) + "\n")
-    return 0

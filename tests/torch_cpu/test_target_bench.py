@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engine import bench, breakdown, round_bench, target_engine
+from actors.engine import bench, bench_command, breakdown, round_bench, target_engine
 from actors.engine.target_engine import load_engine
 from configs.schema import ClusterConfig
 from tests.torch_cpu.rank_engines import TAPS, real_drafter, write_tiny_llama
@@ -122,7 +122,7 @@ def test_events_time_a_part_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
     assert log == ["begin", "work", "end", "wait"]
 
 
-@pytest.mark.parametrize("policy", round_bench.POLICIES)
+@pytest.mark.parametrize("policy", bench_command.POLICIES)
 def test_rounds_are_measured_under_every_policy(tmp_path: Path, policy: str) -> None:
     write_tiny_llama(tmp_path)
     config = ClusterConfig.model_validate(
@@ -145,7 +145,7 @@ def test_rounds_are_measured_under_every_policy(tmp_path: Path, policy: str) -> 
 
 def test_the_command_names_what_can_be_combined(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        round_bench.main(["--help"])
+        bench_command.main(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     for word in (
@@ -165,8 +165,8 @@ def test_the_command_measures_every_combination(
     settings = ["model.max_model_len=256", "target.kv_cache_tokens=1024", "model.drafter=null"]
     given = [part for setting in (f"model.path={path}", *settings) for part in ("--set", setting)]
     chosen = ["--batch", "1", "2", "--policy", "none", "--numerics", "reproducible", "fast"]
-    assert round_bench.main([*given, *chosen, "--new-tokens", "4", "--json"]) == 0
+    assert bench_command.main([*given, *chosen, "--new-tokens", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [(row["batch"], row["numerics"], row["graphs"]) for row in report["figures"]]
     assert found == [(b, n, False) for n in ("reproducible", "fast") for b in (1, 2)]
-    assert round_bench.main(["--set", "model.path=/nowhere", "--batch", "1"]) == 2
+    assert bench_command.main(["--set", "model.path=/nowhere", "--batch", "1"]) == 2
