@@ -129,22 +129,13 @@ def drafter_folder(config: ClusterConfig) -> Path | None:
     Raises:
         ModelNotFoundError: it is not there.
     """
-    from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
+    from actors.engine.drafters.serve import find_drafter
+    from actors.engine.weights import CheckpointError
 
-    drafter, model = config.model.drafter, config.model.path
-    if drafter is None:
-        return None
-    folders = [Path(drafter).expanduser()]
-    if drafter == "bundled":
-        folders = [BUNDLED_MODELS_DIR / model / "drafter"] if "/" not in model else []
-        folders.append(find_model(model, progress=False) / "drafter")
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder
-    raise ModelNotFoundError(
-        f"model.drafter={drafter!r}: no drafter in {folders[-1]}; train one, name its directory, "
-        "or set model.drafter=null for plain decoding"
-    )
+    try:
+        return find_drafter(config.model.path, config.model.drafter)
+    except CheckpointError as error:
+        raise ModelNotFoundError(str(error)) from error
 
 
 def _tap_layer_ids(config: ClusterConfig) -> tuple[int, ...]:

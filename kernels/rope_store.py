@@ -24,7 +24,7 @@ def rope_store(
     Args:
         qkv: [B, (heads + 2 * kv_heads) * head_dim], left as it is.
         norm: [heads + kv_heads, head_dim] float32 weights of the q and k norms, or None.
-        rotation: [max_len, head_dim / 2] complex64, see `actors.engine.target_model.rotation_table`.
+        rotation: [max_len, head_dim / 2] complex64, see `actors.engine.rotary.rotation_table`.
         positions, slots: [B]; a slot of -1 stores nothing (a token that pads the step).
         pool: [2 * kv_heads, slots, head_dim] of one layer, written in place.
         q_scale: factor of the queries, head_dim ** -0.5.

@@ -3,7 +3,7 @@
 python -m kernels.sm90 --json sm90.json --markdown sm90.md
 
 A kernel that spills, or needs more registers than its bound, ends the run with status 1: both show in the launch path
-only as lost speed.
+only as lost speed. So does one that computes an address in 32 bits: that shows only in a cache of gigabytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from kernels.narrow_products import narrow_products
 
 REGISTERS_PER_SM = 65536
 
@@ -58,6 +60,7 @@ class Compiled:
     num_warps: int
     missing: tuple[str, ...]
     compile_s: float
+    narrow_products: tuple[str, ...] = ()  # see `kernels.narrow_products`
 
     @property
     def complaint(self) -> str | None:
@@ -68,6 +71,9 @@ class Compiled:
             return f"{self.name} needs {self.registers} registers, bound {self.max_registers}"
         if self.missing:
             return f"{self.name} has no {', '.join(self.missing)} in its PTX"
+        if self.narrow_products:
+            products = ", ".join(self.narrow_products)
+            return f"{self.name} multiplies in 32 bits: {products}; cast one to int64, or say in SAFE why not"
         return None
 
 
@@ -103,6 +109,7 @@ def compile_variant(variant: Variant) -> Compiled:
         variant.num_warps,
         tuple(w for w in variant.wants if w not in made.asm["ptx"]),
         round(time.perf_counter() - started, 2),
+        tuple(narrow_products(made.asm["ttir"])),
     )
 
 

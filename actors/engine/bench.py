@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from actors.core.sampling import SamplingParams
+from actors.engine.breakdown import breakdown_ms
 from actors.engine.target_engine import TorchTargetEngine, load_engine
-from actors.engine.trial import GREEDY, TrialSequences
+from actors.engine.trial import GREEDY, TrialSequences, prefilled
 from configs.schema import ClusterConfig
-from kernels.ragged_attention import AttentionLayout, attend
+from kernels import dispatch
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +35,26 @@ StepTimes = tuple[
 ]  # batch tokens, requests, seconds; each [G]
 
 
-def run(config: ClusterConfig, batch_sizes: Sequence[int], progress: Progress) -> dict[str, object]:
+def run(
+    config: ClusterConfig,
+    batch_sizes: Sequence[int],
+    progress: Progress,
+    *,
+    captures: bool = True,
+) -> dict[str, object]:
     """Load the target of `config` and measure plain decoding at each batch size; JSON-able.
 
     `tokens_per_s` and `step_ms` are by batch size (medians, context 128 and growing); `breakdown_ms` says for the
-    smallest and the largest where a step's time goes. Raises CheckpointError when the target cannot be loaded.
+    smallest and the largest where a step's time goes.
+
+    Args:
+        captures: replay steps from CUDA graphs where the device has them.
+
+    Raises CheckpointError when the target cannot be loaded.
     """
     if config.target.num_threads:
         torch.set_num_threads(config.target.num_threads)
-    engine = load_engine(config)
+    engine = load_engine(config, captures=captures)
     spec = engine.spec
     progress(f"{spec.name}: {spec.dtype}, {spec.numerics}, {torch.get_num_threads()} threads")
     step_ms: dict[str, float] = {}
@@ -56,6 +68,9 @@ def run(config: ClusterConfig, batch_sizes: Sequence[int], progress: Progress) -
         "model": spec.name,
         "dtype": spec.dtype,
         "numerics": spec.numerics,
+        "device": spec.device,
+        "kernels": dispatch.describe(spec.device),
+        "graphs": captures and engine.paged is not None,
         "num_threads": torch.get_num_threads(),
         "context_len": BENCH_CONTEXT,
         "tokens_per_s": {k: round(int(k) / ms * 1e3, 1) for k, ms in step_ms.items()},
@@ -66,7 +81,7 @@ def run(config: ClusterConfig, batch_sizes: Sequence[int], progress: Progress) -
 
 def decode_step_s(engine: TorchTargetEngine, num_requests: int, steps: int = BENCH_STEPS) -> float:
     """Median seconds of a whole step of `num_requests` greedy requests, one token each."""
-    rows = _prefilled(engine, num_requests, BENCH_CONTEXT, steps + 4)
+    rows = prefilled(engine, num_requests, BENCH_CONTEXT, steps + 4)
     step = dict.fromkeys(range(num_requests), 1)
     plans = [rows.plan(step) for _ in range(steps + 4)]
     return statistics.median([_timed(partial(rows.engine.step, plan)) for plan in plans][4:])
@@ -81,7 +96,7 @@ def profile_step_times(engine: TorchTargetEngine, config: ClusterConfig) -> Step
     points = profile_points(config)
     widest = max(query_len for _, query_len in points)
     context = min(PROFILE_CONTEXT, engine.spec.max_model_len - widest)
-    rows = _prefilled(engine, max(r for r, _ in points), context, widest)
+    rows = prefilled(engine, max(r for r, _ in points), context, widest)
     deadline = time.perf_counter() + PROFILE_BUDGET_S
     found: list[tuple[int, int, float]] = []
     for num_requests, query_len in points:
@@ -132,71 +147,13 @@ def _round_s(rows: TrialSequences, num_requests: int, query_len: int, draft_top_
     return statistics.median(times[1:])
 
 
-def _prefilled(
-    engine: TorchTargetEngine, num_requests: int, context: int, room: int
-) -> TrialSequences:
-    """Requests of random tokens whose first `context` are computed: once, then copied to each one's own blocks."""
-    ids = np.random.default_rng(0).integers(
-        0, engine.spec.vocab_size, (num_requests, context + room)
-    )
-    ids[:, :context] = ids[0, :context]
-    per_row = -(-ids.shape[1] // engine.store.block_size)
-    rows = TrialSequences(engine.sibling(per_row * num_requests), list(ids))
-    rows.engine.step(rows.plan({0: context}))
-    for row in range(1, num_requests):
-        rows.engine.store.copy_blocks(rows.block_tables[0], rows.block_tables[row])
-    rows.length[:] = context
-    return rows
-
-
-def breakdown_ms(engine: TorchTargetEngine, num_requests: int) -> dict[str, float]:
-    """Milliseconds of one decode step by part, each measured alone; `other` is Python, layout and acceptance."""
-    rows = _prefilled(engine, num_requests, BENCH_CONTEXT, 1)
-    plan = rows.plan(dict.fromkeys(range(num_requests), 1))
-    model, store = engine.model, rows.engine.store
-    with torch.inference_mode():
-        inputs = rows.engine.inputs(plan)
-        x = model.embedding.index_select(0, inputs.token_ids)
-        qkv = model.layers[0].qkv(x)
-        width, dim = model.config.num_heads * model.config.head_dim, model.config.head_dim
-        queries = qkv[:, :width].view(len(x), -1, dim)
-        keys_values = qkv[:, width:].view(len(x), -1, dim)
-        mixed = queries.reshape(len(x), -1)
-        layout = inputs.attention
-        assert isinstance(layout, AttentionLayout)
-
-        def linears() -> None:
-            for layer in model.layers:
-                layer.qkv(x)
-                layer.mlp.plus(x, layer.output.plus(mixed, x))
-
-        def attention() -> None:
-            for index in range(len(model.layers)):
-                store.write(index, inputs.slots, keys_values)
-                attend(queries, store, index, layout)
-
-        def norms() -> None:
-            for layer in model.layers:
-                layer.input_norm(x)
-                layer.mlp_norm(x)
-
-        parts = {
-            "linears": linears,
-            "head": lambda: model.logits(x),
-            "attention": attention,
-            "norms": norms,
-            "step": lambda: rows.engine.step(plan),
-        }
-        found = {name: _median_ms(part) for name, part in parts.items()}
-    found["other"] = max(0.0, 2 * found["step"] - sum(found.values()))
-    return {name: round(ms, 2) for name, ms in found.items()}
-
-
-def _median_ms(action: Callable[[], object], repeats: int = 12) -> float:
-    return statistics.median([_timed(action) for _ in range(repeats + 2)][2:]) * 1e3
-
-
 def _timed(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    from actors.engine.bench_command import main
+
+    raise SystemExit(main())

@@ -159,12 +159,12 @@ def _rope_config(raw: Mapping[str, Any], fields: ConfigFields) -> RopeConfig:
 
 
 def _windows(raw: Mapping[str, Any], fields: ConfigFields, architecture: str) -> tuple[int, ...]:
-    """As transformers reads them: Mistral and Mixtral have one window for all layers; Qwen has it where
-    `use_sliding_window` asks for it, in the layers of `layer_types` or from `max_window_layers` on."""
+    """As transformers reads them: Mistral and Mixtral have one for all layers, Qwen by `use_sliding_window`."""
     layers, kinds = fields.count("num_hidden_layers"), raw.get("layer_types")
     if architecture == "LlamaForCausalLM":
-        if raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
-            raise fields.refuse("sliding_window", raw["sliding_window"], "Llama has full attention")
+        window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+        if window is not None:
+            raise fields.refuse("sliding_window", window, "Llama has full attention")
         return (0,) * layers
     default = None if architecture == "MixtralForCausalLM" else 4096
     is_windowed = raw.get("sliding_window", default) is not None
@@ -175,21 +175,15 @@ def _windows(raw: Mapping[str, Any], fields: ConfigFields, architecture: str) ->
         first = fields.count("max_window_layers", 28, least=0)
         is_sliding = [i >= first for i in range(layers)]
         if kinds is not None:
-            is_sliding = [_is_sliding(kind, fields) for kind in kinds]
+            is_sliding = [fields.is_sliding(kind) for kind in kinds]
         if len(is_sliding) != layers:
             raise CheckpointError(
                 f"layer_types lists {len(is_sliding)} layers of {layers}; list all"
             )
         return tuple(window if sliding else 0 for sliding in is_sliding)
-    if kinds is not None and {_is_sliding(kind, fields) for kind in kinds} != {is_windowed}:
+    if kinds is not None and {fields.is_sliding(kind) for kind in kinds} != {is_windowed}:
         raise fields.refuse("layer_types", kinds, f"all layers of {architecture} are alike")
     return (window,) * layers
-
-
-def _is_sliding(kind: object, fields: ConfigFields) -> bool:
-    if kind not in ("full_attention", "sliding_attention"):
-        raise fields.refuse("layer_types", kind, "use full_attention or sliding_attention")
-    return kind == "sliding_attention"
 
 
 def _moe_config(

@@ -40,3 +40,9 @@ class ConfigFields:
 
     def refuse(self, name: str, value: object, remedy: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._where}: {name}={value!r} is not supported; {remedy}")
+
+    def is_sliding(self, kind: object) -> bool:
+        """What an entry of `layer_types` says."""
+        if kind not in ("full_attention", "sliding_attention"):
+            raise self.refuse("layer_types", kind, "use full_attention or sliding_attention")
+        return kind == "sliding_attention"

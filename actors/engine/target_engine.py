@@ -37,14 +37,21 @@ class TorchTargetEngine:
         model: weights and forward.
         store: K/V, owned by this engine.
         spec: facts; `tap_layer_ids` are the layers whose outputs become features.
+        captures: replay steps of rounds from CUDA graphs, where there is CUDA.
     """
 
-    def __init__(self, model: TargetModel, store: KvStore, spec: TargetSpec) -> None:
-        self.model, self.store, self.spec = model, store, spec
+    def __init__(
+        self, model: TargetModel, store: KvStore, spec: TargetSpec, *, captures: bool = True
+    ) -> None:
+        self.model, self.store, self.spec, self.captures = model, store, spec, captures
         self.paged: PagedForward | None = None
         if dispatch.implementation("attend_paged", model.device.type) == "triton":
             self.paged = PagedForward(
-                model, store, spec.tap_layer_ids, spec.max_model_len, CudaGraphRecorder()
+                model,
+                store,
+                spec.tap_layer_ids,
+                spec.max_model_len,
+                CudaGraphRecorder() if captures else None,
             )
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 
@@ -76,7 +83,10 @@ class TorchTargetEngine:
     def sibling(self, num_blocks: int) -> TorchTargetEngine:
         """The same model and numerics over `num_blocks` K/V blocks of its own."""
         return TorchTargetEngine(
-            self.model, new_store(self.model, num_blocks, self.store.block_size), self.spec
+            self.model,
+            new_store(self.model, num_blocks, self.store.block_size),
+            self.spec,
+            captures=self.captures,
         )
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
@@ -135,13 +145,18 @@ def new_store(model: TargetModel, num_blocks: int, block_size: int) -> KvStore:
 
 
 def load_engine(
-    config: ClusterConfig, tap_layer_ids: tuple[int, ...] = (), *, progress: bool = True
+    config: ClusterConfig,
+    tap_layer_ids: tuple[int, ...] = (),
+    *,
+    progress: bool = True,
+    captures: bool = True,
 ) -> TorchTargetEngine:
     """Load the target of a cluster; the calling thread's torch thread count is taken as it is.
 
     Args:
         tap_layer_ids: 0-based layers whose outputs the drafter wants.
         progress: show a bar when the bundled model is converted for the first time.
+        captures: see `TorchTargetEngine`.
 
     Raises CheckpointError (UnsupportedModelError) naming the field or tensor that does not fit.
     """
@@ -177,7 +192,8 @@ def load_engine(
         identity=identity(model_dir, config),
     )
     log.info("%s", dispatch.describe(device.type))
-    return TorchTargetEngine(model, new_store(model, num_blocks, block_size), spec)
+    store = new_store(model, num_blocks, block_size)
+    return TorchTargetEngine(model, store, spec, captures=captures)
 
 
 def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:

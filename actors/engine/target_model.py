@@ -6,16 +6,16 @@ rotation is then one complex product. Nothing outside sees that order, because q
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.engine.checkpoint import ModelConfig, RopeConfig, check_tensors, expert_names
+from actors.engine.checkpoint import ModelConfig, check_tensors, expert_names
 from actors.engine.experts import MoeLayer, StackedMoeLayer
 from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, TiledLinear, min_rows
+from actors.engine.rotary import pair_halves, rotation_table
 from actors.engine.weights import CheckpointError
 from kernels import dispatch
 from kernels.kv_store import KvStore
@@ -171,24 +171,31 @@ class TargetModel:
         """
         taps: dict[int, Tensor] = {}
         x = self.embedding.index_select(0, inputs.token_ids)
-        # Only the padded layout turns with factors; the paged kernel looks them up itself.
-        is_paged = isinstance(next(iter(inputs.attention.values())), PagedLayout)
-        factors = None if is_paged else self._rotations(inputs.positions)
+        factors = self.rotations(inputs)
         for index, layer in enumerate(self.layers):
-            qkv, layout = (
-                layer.qkv(layer.input_norm(x)),
-                inputs.attention[self.config.windows[index]],
-            )
-            if isinstance(layout, PagedLayout):
-                mixed = self._mix_paged(qkv, layer, index, inputs, layout, store)
-            else:
-                assert factors is not None
-                mixed = self._mix(qkv, layer, index, inputs, layout, store, factors)
-            x = layer.output.plus(mixed, x)
+            qkv = layer.qkv(layer.input_norm(x))
+            x = layer.output.plus(self.mix(qkv, index, inputs, store, factors), x)
             x = layer.mlp.plus(layer.mlp_norm(x), x)
             if index in tap_layer_ids:
                 taps[index] = x
         return x, torch.cat([taps[i] for i in tap_layer_ids], -1) if tap_layer_ids else None
+
+    def mix(
+        self, qkv: Tensor, index: int, inputs: StepInputs, store: KvStore, factors: Tensor | None
+    ) -> Tensor:
+        """Between the projections of layer `index`: norm and turn q and k, store k and v, attend.
+
+        Args:
+            qkv: [B, (heads + 2 * kv_heads) * head_dim]; may be overwritten.
+            factors: `rotations` of the step.
+
+        Returns [B, heads * head_dim].
+        """
+        layer, layout = self.layers[index], inputs.attention[self.config.windows[index]]
+        if isinstance(layout, PagedLayout):
+            return self._mix_paged(qkv, layer, index, inputs, layout, store)
+        assert factors is not None
+        return self._mix(qkv, layer, index, inputs, layout, store, factors)
 
     def _mix(
         self,
@@ -200,7 +207,7 @@ class TargetModel:
         store: KvStore,
         factors: Tensor,
     ) -> Tensor:
-        """Norm and turn q and k in place, store k and v, attend: [B, heads * head_dim]."""
+        """`mix` over padded rows, in place."""
         config, batch, dim = self.config, len(qkv), self.config.head_dim
         num_turned = config.num_heads + config.num_kv_heads
         q_width, turned_width = config.num_heads * dim, num_turned * dim
@@ -223,7 +230,7 @@ class TargetModel:
         layout: PagedLayout,
         store: KvStore,
     ) -> Tensor:
-        """The same in two kernels, for a GPU."""
+        """`mix` in two kernels, for a GPU."""
         config, pool, kind = self.config, store.pool(index), qkv.device.type
         queries = dispatch.chosen("rope_store", kind)(
             qkv,
@@ -246,9 +253,14 @@ class TargetModel:
             hidden = hidden.expand(self.min_rows, -1)
         return self.head(self.final_norm(hidden))[:num_rows]
 
-    def _rotations(self, positions: Tensor) -> Tensor:
-        """Complex factors [B, heads + kv_heads, head_dim / 2]; those of q also scale by head_dim ** -0.5."""
-        factors = self._rotation.index_select(0, positions)[:, None]
+    def rotations(self, inputs: StepInputs) -> Tensor | None:
+        """Complex factors [B, heads + kv_heads, head_dim / 2], those of q also scale by head_dim ** -0.5.
+
+        None where the layout is paged: its kernel looks them up itself.
+        """
+        if isinstance(next(iter(inputs.attention.values())), PagedLayout):
+            return None
+        factors = self._rotation.index_select(0, inputs.positions)[:, None]
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         scaled = factors * self.config.head_dim**-0.5
         return torch.cat([scaled.expand(-1, heads, -1), factors.expand(-1, kv_heads, -1)], 1)
@@ -270,30 +282,3 @@ class _Source:
                 "the two are of different models"
             )
         return tensor.to(device=self._device, dtype=self._dtype)
-
-
-def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows (i, i + head_dim / 2) of each head become rows (2 i, 2 i + 1); weight [heads * head_dim, ...]."""
-    split = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
-    return split.transpose(1, 2).reshape(weight.shape)
-
-
-def rotation_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
-    """exp(i * position * frequency), complex64 [max_len, head_dim / 2], computed in float64 (RoFormer, eq. 34)."""
-    frequencies = rope_frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float64), frequencies)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position, float64 [head_dim / 2]; `linear` divides all by the factor, `llama3` the slow ones."""
-    plain = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    if rope.kind == "linear":
-        return plain / rope.factor
-    if rope.kind != "llama3":
-        return plain
-    # Turns a frequency makes within the trained length: few turns = slow = stretched, with a ramp between.
-    turns = rope.original_max_len * plain / (2 * math.pi)
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = ramp.clamp(0.0, 1.0)
-    return keep * plain + (1 - keep) * plain / rope.factor

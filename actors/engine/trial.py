@@ -100,3 +100,20 @@ def _certain_drafts(tokens: Sequence[Int], verify_len: Int, draft_top_k: int) ->
         q_ids[row, :count, 0] = ids[1 : count + 1]
         q_probs[row, :count, 0] = 1.0
     return DraftTokens(q_ids, q_probs)
+
+
+def prefilled(
+    engine: TorchTargetEngine, num_requests: int, context: int, room: int
+) -> TrialSequences:
+    """Requests of random tokens whose first `context` are computed: once, then copied to each one's own blocks."""
+    ids = np.random.default_rng(0).integers(
+        0, engine.spec.vocab_size, (num_requests, context + room)
+    )
+    ids[:, :context] = ids[0, :context]
+    per_row = -(-ids.shape[1] // engine.store.block_size)
+    rows = TrialSequences(engine.sibling(per_row * num_requests), list(ids))
+    rows.engine.step(rows.plan({0: context}))
+    for row in range(1, num_requests):
+        rows.engine.store.copy_blocks(rows.block_tables[0], rows.block_tables[row])
+    rows.length[:] = context
+    return rows

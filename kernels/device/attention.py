@@ -66,12 +66,12 @@ def _fold(
 @triton.jit
 def attend_kernel(
     queries, keys, values, tables, positions, tiles, out, part_mixed, part_stats,
-    num_tokens, head_stride, table_width, window, split_keys,
+    num_tokens, head_slots, table_width, window, split_keys,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile, one K/V head, one split. Grid (tiles, KV_HEADS, splits)."""
+    """One tile, one K/V head, one split; `head_slots` lie from one head to the next. Grid (tiles, KV_HEADS, splits)."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1)
     row = tl.load(tiles + tile * 3 + 2).to(tl.int64)
@@ -89,7 +89,7 @@ def attend_kernel(
         where = (token * (KV_HEADS * GROUP) + head)[:, None] * DIM + d[None, :]
         inside = live[:, None] & (d < DIM)[None, :]
         q = tl.load(queries + where, mask=inside, other=0.0)
-        skipped = kv_head.to(tl.int64) * head_stride
+        skipped = kv_head.to(tl.int64) * head_slots * DIM
         top, total, mixed = _fold(
             q, pos, begin, end, keys + skipped, values + skipped, tables, row, table_width,
             window, DIM, DIM_BLOCK, ROWS, KEYS, BLOCK_SIZE, WINDOWED, WIDEN,
@@ -155,7 +155,7 @@ def attend_paged(queries: Tensor, keys: Tensor, values: Tensor, layout: PagedLay
         return out.flatten(1)
     attend_kernel[len(layout.tiles), kv_heads, shape.num_splits](
         queries, keys, values, layout.block_tables, layout.positions, layout.tiles, out, parts, stats,
-        num_tokens, keys.stride(0), layout.block_tables.shape[1], layout.window, shape.split_keys,
+        num_tokens, keys.stride(0) // dim, layout.block_tables.shape[1], layout.window, shape.split_keys,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, DIM_BLOCK=dim_block,
         ROWS=shape.tile_rows, KEYS=KEY_BLOCK, BLOCK_SIZE=layout.block_size,
         WINDOWED=windowed, SPLIT=is_split, WIDEN=widens(keys.dtype), num_warps=4, num_stages=2,

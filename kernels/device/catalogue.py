@@ -27,6 +27,7 @@ def _attention() -> list[Variant]:
         ("decode, bf16, small tile, splits", 16, "bf16", {"SPLIT": True}),
         ("window, fp16", 64, "fp16", {"WINDOWED": True}),
         ("one token a block, bf16", 64, "bf16", {"BLOCK_SIZE": 1}),
+        ("drafts, a row a block, bf16", 32, "bf16", {"BLOCK_SIZE": 4096, "SPLIT": True}),
         ("fp32, head 64", 16, "fp32", {"DIM": 64, "DIM_BLOCK": 64}),
     ):
         constants = {

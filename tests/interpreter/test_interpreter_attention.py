@@ -146,6 +146,32 @@ def test_kernel_leaves_padding_tokens_alone() -> None:
         assert (found[3:] == 0).all()
 
 
+def test_kernel_reads_heads_that_lie_apart() -> None:
+    """As a drafter's context has them: [rows, heads, columns, dim], a row a block, every slot sees up to the last."""
+    heads, columns, dim, group = 2, 32, 16, 3
+    rng = torch.Generator().manual_seed(0)
+    pools = [torch.randn(4, heads, columns, dim, generator=rng) for _ in range(2)]
+    slots = (3 * heads + 1) * columns
+    keys, values = (p.as_strided((heads, slots, dim), (columns * dim, dim, 1)) for p in pools)
+    rows, lasts = torch.tensor([3, 0, 2]), [20, 7, 31]
+    queries = torch.randn(12, heads * group, dim, generator=rng)
+    layout = PagedLayout(
+        torch.from_numpy(cut_tiles(np.array([0, 4, 8, 12]), 5)),
+        torch.tensor(lasts, dtype=torch.int32).repeat_interleave(4),
+        (rows * heads).int()[:, None],
+        columns,
+        PagedShape(16, 512, 1),
+    )
+    found = attention.attend_paged(queries, keys, values, layout)
+    assert (found - attend_paged(queries, keys, values, layout)).abs().max() < 1e-5
+    for i, (row, last) in enumerate(zip(rows, lasts, strict=True)):
+        own = queries[4 * i : 4 * i + 4].view(4, heads, group, dim)
+        k, v = (p[row, :, : last + 1] for p in pools)
+        weights = torch.einsum("qhgd,hkd->qhgk", own, k).softmax(-1)
+        wanted = torch.einsum("qhgk,hkd->qhgd", weights, v).reshape(4, -1)
+        assert (found[4 * i : 4 * i + 4] - wanted).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(("queries", "tokens"), [([1, 1], 4), ([6, 0, 9], 4), ([0], 2), ([90], 21)])
 def test_kernel_tiles_cover_every_token_once(queries: list[int], tokens: int) -> None:
     cu = np.cumsum([0, *queries])

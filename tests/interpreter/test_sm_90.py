@@ -44,6 +44,78 @@ def test_sm_90_code_neither_spills_nor_exceeds_its_registers(report: list[Compil
     assert all(c.shared_bytes <= 227 * 1024 for c in report)
 
 
+COMPILE_MUTANT = """
+import importlib.util, sys
+from dataclasses import replace
+from kernels.device import catalogue
+from kernels.sm90 import compile_variant
+
+spec = importlib.util.spec_from_file_location("mutant", sys.argv[1])
+mutant = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mutant)
+variant = next(v for v in catalogue.variants() if v.kernel.fn.__name__ == sys.argv[2])
+made = compile_variant(replace(variant, kernel=getattr(mutant, sys.argv[2])))
+sys.stdout.write("\\n".join(made.narrow_products))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "product"),
+    [
+        (
+            "attention.attend_kernel",
+            "block.to(tl.int64) * BLOCK_SIZE",
+            "block * BLOCK_SIZE",
+            "load * 16",
+        ),
+        (
+            "attention.attend_kernel",
+            "kv_head.to(tl.int64) * head_slots",
+            "kv_head * head_slots",
+            "program_id_y * head_slots",
+        ),
+        (
+            "attention.join_splits_kernel",
+            "tl.cast(split, tl.int64) * num_tokens",
+            "split * num_tokens",
+            "split * num_tokens",
+        ),
+        (
+            "rope_store.rope_store_kernel",
+            "(head - HEADS).to(tl.int64) * num_slots",
+            "(head - HEADS) * num_slots",
+            "(program_id_y-32) * num_slots",
+        ),
+        (
+            "experts.gather_kernel",
+            "copy = tl.program_id(0).to(tl.int64)",
+            "copy = tl.program_id(0)",
+            "program_id_x * width",
+        ),
+        (
+            "acceptance.probs_kernel",
+            "row = tl.program_id(0).to(tl.int64)\n    token = tl.program_id(1)",
+            "row = tl.program_id(0)\n    token = tl.program_id(1)",
+            "program_id_x * vocab",
+        ),
+    ],
+)
+def test_sm_90_kernel_that_computes_an_address_in_32_bits_is_found(
+    tmp_path: Path, kernel: str, old: str, new: str, product: str
+) -> None:
+    module, name = kernel.split(".")
+    source = (ROOT / "kernels" / "device" / f"{module}.py").read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(old, new))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE_MUTANT, str(path), name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert product in done.stdout.splitlines()
+
+
 def test_sm_90_report_covers_every_kernel() -> None:
     compiled = {variant.kernel.fn.__name__ for variant in variants()}
     written = set()
@@ -59,6 +131,7 @@ def test_sm_90_report_covers_every_kernel() -> None:
         ({"spill_bytes": 8}, "spills 8 bytes"),
         ({"registers": 200}, "needs 200 registers, bound 168"),
         ({"missing": ("wgmma",)}, "no wgmma"),
+        ({"narrow_products": ("load * 4096",)}, "multiplies in 32 bits: load * 4096"),
     ],
 )
 def test_sm_90_report_complains(change: dict[str, object], words: str) -> None:

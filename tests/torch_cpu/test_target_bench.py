@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from actors.engine import bench
+from actors.engine import bench, bench_command, breakdown, round_bench, target_engine
+from actors.engine.target_engine import load_engine
 from configs.schema import ClusterConfig
+from tests.torch_cpu.rank_engines import TAPS, real_drafter, write_tiny_llama
+from tests.torch_cpu.tiny_target import tiny_engine
 
 
 @pytest.fixture
@@ -36,8 +42,6 @@ def test_plain_decoding_is_reported_by_batch_size(config: ClusterConfig) -> None
 
 
 def test_the_curve_covers_what_a_rank_can_be_asked_for(config: ClusterConfig) -> None:
-    from actors.engine.target_engine import load_engine
-
     engine = load_engine(config)
     tokens, requests, seconds = bench.profile_step_times(engine, config)
     assert len(tokens) == len(requests) == len(seconds) == len(bench.profile_points(config))
@@ -50,8 +54,6 @@ def test_the_curve_covers_what_a_rank_can_be_asked_for(config: ClusterConfig) ->
 def test_a_machine_too_slow_for_the_whole_curve_gets_its_corners(
     config: ClusterConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from actors.engine.target_engine import load_engine
-
     monkeypatch.setattr(bench, "PROFILE_BUDGET_S", 0.0)
     tokens, _, _ = bench.profile_step_times(load_engine(config), config)
     assert len(tokens) == bench.MIN_PROFILE_POINTS
@@ -59,3 +61,112 @@ def test_a_machine_too_slow_for_the_whole_curve_gets_its_corners(
     corners = [(1, 1), (1, 6), (6, 1)]  # (6, 6) is more than a step of this rank may hold
     assert bench.profile_points(config)[:3] == corners
     assert {1, 6} <= set(tokens.tolist())
+
+
+class CountingTimer:
+    """A device whose every run takes 2 ms."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    def ms(self, action: Callable[[], object]) -> float:
+        self.num_runs += 1
+        action()
+        return 2.0
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_the_breakdown_takes_parts_from_the_devices_timer(
+    is_paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the paged kernels (their twins here), and time as events in a stream say."""
+    kind = "triton" if is_paged else "reference"
+    fake = SimpleNamespace(implementation=lambda op, device: kind)
+    monkeypatch.setattr(target_engine, "dispatch", fake)
+    monkeypatch.setattr(breakdown, "CONTEXT", 20)
+    monkeypatch.setattr(target_engine, "CudaGraphRecorder", lambda: None)
+    engine, timer = tiny_engine("cpu"), CountingTimer()
+    assert (engine.paged is not None) is is_paged
+    found = breakdown.breakdown_ms(engine, 3, timer)
+    assert [found[part] for part in ("linears", "head", "attention", "norms")] == [2.0] * 4
+    assert timer.num_runs == 4 * (breakdown.REPEATS + breakdown.WARM_UPS)
+    assert found["step"] > 0 and found["other"] == pytest.approx(max(0, found["step"] - 8), abs=0.1)
+
+
+def test_each_device_has_the_timer_that_fits_it() -> None:
+    assert isinstance(breakdown.timer_for(torch.device("cpu")), breakdown.HostTimer)
+    assert isinstance(breakdown.timer_for(torch.device("cuda")), breakdown.CudaTimer)
+
+
+def test_events_time_a_part_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = "begin" if not log and not hasattr(Event, "made") else "end"
+            Event.made = True  # type: ignore[attr-defined]
+
+        def record(self) -> None:
+            log.append(self.name)
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert (self.name, end.name) == ("begin", "end")
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert breakdown.CudaTimer().ms(lambda: log.append("work")) == 1.5
+    assert log == ["begin", "work", "end", "wait"]
+
+
+@pytest.mark.parametrize("policy", bench_command.POLICIES)
+def test_rounds_are_measured_under_every_policy(tmp_path: Path, policy: str) -> None:
+    write_tiny_llama(tmp_path)
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path), "max_model_len": 128, "dtype": "float32"},
+            "target": {"kv_cache_tokens": 2048, "max_running": 3, "max_batch_tokens": 32},
+            "drafter": {"gamma": 3},
+        }
+    )
+    target = load_engine(config, tap_layer_ids=TAPS)
+    times = (np.array([1, 4, 12]), np.array([1, 1, 3]), np.array([0.001, 0.0011, 0.0014]))
+    prompts = [np.arange(3, 20), np.array([5])]
+    made = round_bench.Bench(config, target, real_drafter(3), times, prompts)
+    found = made.measure(policy, 3, new_tokens=12)  # type: ignore[arg-type]
+    assert 1.0 <= found["tokens_a_round"] <= 4.0
+    assert found["tokens_per_s"] > 0 and found["step_ms"] > 0
+    assert (found["verified_a_round"] > 0) is (policy != "none")
+    assert not made.replays
+
+
+def test_the_command_names_what_can_be_combined(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_command.main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for word in (
+        "1 16 64 256",
+        "--policy none lagged --graphs on off",
+        "reproducible fast",
+        "--breakdown",
+    ):
+        assert word in said
+
+
+def test_the_command_measures_every_combination(
+    oracle_models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "PROFILE_BUDGET_S", 0.0)
+    path = str(oracle_models / "llama")
+    settings = ["model.max_model_len=256", "target.kv_cache_tokens=1024", "model.drafter=null"]
+    given = [part for setting in (f"model.path={path}", *settings) for part in ("--set", setting)]
+    chosen = ["--batch", "1", "2", "--policy", "none", "--numerics", "reproducible", "fast"]
+    assert bench_command.main([*given, *chosen, "--new-tokens", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = [(row["batch"], row["numerics"], row["graphs"]) for row in report["figures"]]
+    assert found == [(b, n, False) for n in ("reproducible", "fast") for b in (1, 2)]
+    assert bench_command.main(["--set", "model.path=/nowhere", "--batch", "1"]) == 2

@@ -37,6 +37,7 @@ class DrafterOptions:
     draft_top_k: int = 64
     dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
+    captures: bool = True  # replay drafts from CUDA graphs, where there is CUDA
 
 
 class DSparkEngine:
@@ -80,7 +81,7 @@ class DSparkEngine:
         )
         self.paged: PagedDrafts | None = None
         if dispatch.implementation("attend_paged", self.device.type) == "triton":
-            self.use_paged(CudaGraphRecorder())
+            self.use_paged(CudaGraphRecorder() if options.captures else None)
         log.info("drafter: %s", dispatch.describe(self.device.type))
 
     def use_paged(self, recorder: Recorder | None) -> None:

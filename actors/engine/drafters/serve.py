@@ -9,11 +9,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
 from actors.engine.drafters.checkpoint import load_dspark
 from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
 from actors.engine.weights import CheckpointError, embedding_tables
 
 CALIBRATION_FILE = "calibration.json"
+
+
+def find_drafter(model_path: str, drafter: str | None) -> Path | None:
+    """The directory of the drafter called `drafter` (a path, or "bundled" for the model's own); None for None.
+
+    Raises CheckpointError when it is not there.
+    """
+    if drafter is None:
+        return None
+    folders = [Path(drafter).expanduser()]
+    if drafter == "bundled":
+        folders = [BUNDLED_MODELS_DIR / model_path / "drafter"] if "/" not in model_path else []
+        folders.append(find_model(model_path, progress=False) / "drafter")
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    raise CheckpointError(
+        f"model.drafter={drafter!r}: no drafter in {folders[-1]}; train one, name its directory, "
+        "or set model.drafter=null for plain decoding"
+    )
 
 
 def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) -> DSparkEngine:
