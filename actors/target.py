@@ -12,7 +12,6 @@ import numpy as np
 
 from actors import tracing
 from actors.core.admission import RankLimits
-from actors.core.explain import explain
 from actors.core.layout import StepPlan
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CloseDraft, RankProfile
@@ -113,6 +112,7 @@ class TargetActor(Shell):
             max_batch_tokens=config.target.max_batch_tokens,
             gamma=gamma,
             max_wait_s=config.drafter.max_wait_ms / 1000,
+            explain_rounds=config.policy.explain_rounds,
         )
         endpoint = self.link.endpoint
         policy = self._policy
@@ -268,9 +268,9 @@ class TargetActor(Shell):
         """The measured cost curve."""
         return self._profile
 
-    async def explain(self, request_id: str) -> list[dict[str, Any]]:
-        """The last rounds of a request: survivals, lambda, K, scheduled, and which rule cut them (C11)."""
-        return await self.on_loop(lambda: explain(self._rank.decisions, request_id))
+    async def explain(self, response_id: str) -> dict[str, Any]:
+        """Why the rounds of a response were verified as far as they were (C11); see `core.explain.explanation`."""
+        return await self.on_loop(lambda: self._rank.book.explain(response_id))
 
     async def stats(self) -> dict[str, Any]:
         """Counts since this incarnation started, and the verdict of the last idle check."""

@@ -61,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--seed", type=int, help="same seed, same answer")
     chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
 
+    explain = _add(
+        commands, "explain", "cluster.commands.explain:explain", "why a request got its lengths"
+    )
+    explain.add_argument("id", help="the `id` of an answer")
+    _add_endpoint(explain, model=False)
+
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
@@ -130,6 +136,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+def _add_endpoint(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
     parser.add_argument("--url", help="an endpoint (…/v1); default: the running cluster's")
-    parser.add_argument("--model", help="model name; default: the one that is served")
+    if model:
+        parser.add_argument("--model", help="model name; default: the one that is served")

@@ -66,6 +66,7 @@ class AdmittedRequest:
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
     class_id: int = 0  # index into `policy.classes`
+    explain: bool = False  # keep a log of its rounds (C11)
 
 
 @dataclass(frozen=True)
