@@ -61,12 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--seed", type=int, help="same seed, same answer")
     chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
 
-    explain = _add(
-        commands, "explain", "cluster.commands.explain:explain", "why a request got its lengths"
-    )
-    explain.add_argument("id", help="the `id` of an answer")
-    _add_endpoint(explain, model=False)
-
+    _add_explain(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
@@ -95,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(show)
     _add(commands, "version", "cluster.commands.show:show_version", "show versions")
     return parser
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = _add(
+        commands, "explain", "cluster.commands.explain:explain", "why a request got its lengths"
+    )
+    explain.add_argument("id", help="the `id` of an answer")
+    _add_endpoint(explain, model=False)
 
 
 def _add(

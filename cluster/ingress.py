@@ -31,7 +31,7 @@ from cluster.openai_api import (
 )
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
-from cluster.telemetry import FrontMetrics, RequestSpan, rank_gauges
+from cluster.telemetry import FrontMetrics, RequestSpan, curve_counters, rank_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,8 @@ class Front:
     def prometheus(self) -> str:
         gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
         front = self.metrics.render(gauges, asdict(self.dispatcher.counters))
-        return front + rank_gauges(self.dispatcher.router.loads)
+        router = self.dispatcher.router
+        return front + rank_gauges(router.loads) + curve_counters(router.view)
 
 
 async def _body(request: Request) -> bytes:

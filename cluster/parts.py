@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.core.own_profile import StepTimes
 from actors.drafter import DrafterEngineFactory
 from actors.engine.base import DrafterEngine, TargetEngine
 from actors.shell import Seat
-from actors.target import MeasureSteps, StepTimes, TargetEngineFactory
+from actors.target import MeasureSteps, TargetEngineFactory
 from cluster.profile_cache import cached_step_times
 from configs.schema import ClusterConfig
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.core.own_profile import StepTimes
 from actors.engine.base import TargetSpec
-from actors.target import StepTimes
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)

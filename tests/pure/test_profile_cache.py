@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.target import StepTimes
+from actors.core.own_profile import StepTimes
 from cluster.profile_cache import cached_step_times
 from configs.schema import ClusterConfig
 from tests.pure.test_routing import TARGET_SPEC
