@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
 
     _add_explain(commands)
+    _add_profile(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
@@ -90,6 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(show)
     _add(commands, "version", "cluster.commands.show:show_version", "show versions")
     return parser
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = _add(
+        commands, "profile", "cluster.profile:profile", "measure what steps cost on this machine"
+    )
+    _add_config(profile)
+    profile.add_argument("--refresh", action="store_true", help="measure again what is known")
+    profile.add_argument(
+        "--repeats", type=int, default=5, help="measurements of every point (default 5)"
+    )
+    profile.add_argument(
+        "--out", metavar="DIR", help="folder for the plot (default: beside the kept measurements)"
+    )
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
