@@ -44,7 +44,7 @@ class AllocatorActor(Shell):
         self._ranks: dict[str, Endpoint] = {}
         self._subscribers: dict[str, tuple[Endpoint, float]] = {}  # with the time of its heartbeat
         self._next_view = 0.0
-        self._num_budgets = self._num_refused_curves = self._num_unexpected = 0
+        self._num_budgets = self._num_unexpected = 0
         self.start()
 
     def turn(self) -> None:
@@ -69,7 +69,6 @@ class AllocatorActor(Shell):
             if self._brain.fold(message, now):
                 self._ranks[message.rank.name] = message.rank
         except CurveError as error:
-            self._num_refused_curves += 1
             log.warning("refused the cost curve of %s: %s", message.rank.name, error)
 
     def _publish_budgets(self, now: float) -> None:
@@ -120,7 +119,7 @@ class AllocatorActor(Shell):
             "prediction_error": {r["rank"]: r["prediction_error"] for r in load["ranks"]},
             "unmet_classes": list(self._prices.unmet) if self._prices else [],
             "num_stale_reports": self._brain.num_stale_reports,
-            "num_refused_curves": self._num_refused_curves,
+            "num_refused_curves": self._brain.num_refused_curves,
             "num_unexpected": self._num_unexpected,
             "ranks": sorted(self._ranks),
             "subscribers": sorted(self._subscribers),

@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from actors import tracing
 from actors.core.admission import RankLimits
-from actors.core.explain import explain
 from actors.core.layout import StepPlan
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CloseDraft, RankProfile
+from actors.core.own_profile import OwnProfile, StepTimes
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.rank_report import rank_stats
 from actors.core.service_class import ClassAllocation, classes_of
-from actors.core.sps import CostCurve, CurveError, draft_times_at
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
@@ -33,8 +30,6 @@ IDLE_TURN_S = 1.0  # reservations that nobody used expire in the meantime
 MAX_FAILURES_IN_A_ROW = 3
 
 TargetEngineFactory = Callable[[ClusterConfig, Seat], TargetEngine]
-# Batch tokens [G], requests [G] and median seconds [G] of complete steps.
-StepTimes = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
 
 
@@ -69,7 +64,7 @@ class TargetActor(Shell):
         self._policy = LocalPolicy(
             policy.name, policy.static_length, policy.static_threshold, policy.min_predicted_gain
         )
-        self._profile: RankProfile | None = None
+        self._profile: OwnProfile | None = None
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
         self._step_s = 0.0  # of all steps
@@ -91,18 +86,13 @@ class TargetActor(Shell):
             self._engine = self._engine_factory(config, self.seat)
         note = self._check_rows() if config.model.numerics == "reproducible" else ""
         self.enter("measuring", "step times")
-        batch_tokens, num_requests, step_time_s = self._measure_steps(self._engine, config)
+        measured = self._measure_steps(self._engine, config)
         spec, gamma = self._engine.spec, config.drafter.gamma if config.model.drafter else 0
-        self._profile = RankProfile(
-            rank=self.link.endpoint,
-            identity=spec.identity,
-            batch_tokens=batch_tokens.astype(np.int32),
-            num_requests=num_requests.astype(np.int32),
-            step_time_s=step_time_s.astype(np.float64),
-            draft_time_s=np.zeros(len(batch_tokens)),
-            gamma=gamma,
+        self._profile = OwnProfile(
+            self.link.endpoint, spec.identity, measured, gamma, self._policy.times
         )
-        self._learn_profile()
+        if self._profile.problem:
+            self._warn(self._profile.problem)
         limits = RankLimits(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
@@ -113,6 +103,7 @@ class TargetActor(Shell):
             max_batch_tokens=config.target.max_batch_tokens,
             gamma=gamma,
             max_wait_s=config.drafter.max_wait_ms / 1000,
+            explain_rounds=config.policy.explain_rounds,
         )
         endpoint = self.link.endpoint
         policy = self._policy
@@ -134,16 +125,13 @@ class TargetActor(Shell):
             "WARNING: numerics=reproducible, but a row's result depends on its batch here; the same "
             "seed may give other tokens. Use dtype=float32 or numerics=fast"
         )
-        log.error("%s: %s", self.seat.name, note)
-        self.warning = note.removeprefix("WARNING: ")
+        self._warn(note.removeprefix("WARNING: "))
         return note
 
-    def _learn_profile(self) -> None:
-        assert self._profile is not None
-        try:
-            self._policy.times.measured(CostCurve.of(self._profile))
-        except CurveError as error:
-            log.error("%s goes on without its cost curve: %s", self.seat.name, error)
+    def _warn(self, problem: str) -> None:
+        """Say it in the log, and in /health for as long as this incarnation lives."""
+        log.error("%s: %s", self.seat.name, problem)
+        self.warning = "; ".join(filter(None, (self.warning, problem)))
 
     # --- a turn -----------------------------------------------------------------------------------------------------
 
@@ -230,10 +218,7 @@ class TargetActor(Shell):
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
         if drafting_changed and usable and self._profile is not None:
-            requests, seconds = zip(*usable[0].draft_times, strict=True)
-            draft_time_s = draft_times_at(self._profile.num_requests, requests, seconds)
-            self._profile = replace(self._profile, draft_time_s=draft_time_s)
-            self._learn_profile()
+            self._profile.take_draft_times(usable[0].draft_times)
         if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):
             self._introduce()
 
@@ -251,7 +236,7 @@ class TargetActor(Shell):
         """A new allocator knows nothing; it gets the curve and the last report."""
         rank = self._rank
         assert rank.allocator is not None and self._profile is not None
-        self.link.send(rank.allocator, self._profile)
+        self.link.send(rank.allocator, self._profile.message)
         if rank.report is None:
             self.send_all(rank.report_idle())
         else:
@@ -266,11 +251,11 @@ class TargetActor(Shell):
 
     async def profile(self) -> RankProfile | None:
         """The measured cost curve."""
-        return self._profile
+        return self._profile.message if self._profile else None
 
-    async def explain(self, request_id: str) -> list[dict[str, Any]]:
-        """The last rounds of a request: survivals, lambda, K, scheduled, and which rule cut them (C11)."""
-        return await self.on_loop(lambda: explain(self._rank.decisions, request_id))
+    async def explain(self, response_id: str) -> dict[str, Any]:
+        """Why the rounds of a response were verified as far as they were (C11); see `core.explain.explanation`."""
+        return await self.on_loop(lambda: self._rank.book.explain(response_id))
 
     async def stats(self) -> dict[str, Any]:
         """Counts since this incarnation started, and the verdict of the last idle check."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import httpx
 from actors.core.messages import RoutingTable
 from actors.link import Link, open_link
 from cluster.dispatcher import Dispatcher, DispatchLimits
+from cluster.explanations import AskRanks
 from cluster.ingress import Front, ServedModel, build_app
 from cluster.intake import Intake, IntakeLimits
 from cluster.live_stream import StreamLimits
@@ -170,11 +171,15 @@ class IngressReplica:
             host or ray.util.get_node_ip_address(),
         )
         codec = TextCodec.from_directory(text_files(config.model.path))
-        self._front = make_front(config, codec, self._link, self._routing)
+        self._front = make_front(config, codec, self._link, self._routing, self._ask_ranks)
 
     async def _routing(self) -> RoutingTable:
         table: RoutingTable = await self._supervisor.routing.remote()
         return table
+
+    async def _ask_ranks(self, response_id: str) -> Mapping[str, Any]:
+        answers: Mapping[str, Any] = await self._supervisor.explain.remote(response_id)
+        return answers
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         @asynccontextmanager
@@ -197,7 +202,9 @@ class IngressReplica:
         self._front.dispatcher.check_health()
 
 
-def make_front(config: ClusterConfig, codec: TextCodec, link: Link, routing: Any) -> Front:
+def make_front(
+    config: ClusterConfig, codec: TextCodec, link: Link, routing: Any, ask_ranks: AskRanks
+) -> Front:
     """Wire the front of `config` together."""
     ingress, model = config.ingress, config.model
     limits = DispatchLimits(
@@ -218,4 +225,5 @@ def make_front(config: ClusterConfig, codec: TextCodec, link: Link, routing: Any
         Intake(codec, intake_limits),
         Dispatcher(link, routing, limits),
         ingress.request_timeout_s,
+        ask_ranks,
     )

@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--seed", type=int, help="same seed, same answer")
     chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
 
+    _add_explain(commands)
+    _add_profile(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
@@ -70,6 +72,17 @@ def _parser() -> argparse.ArgumentParser:
         help="measure `fast` numerics too (default: when the demo starts its own cluster)",
     )
 
+    _add_bench(commands)
+    simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
+    add_simulate_options(simulate)
+
+    show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
+    _add_config(show)
+    _add(commands, "version", "cluster.commands.show:show_version", "show versions")
+    return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = _add(commands, "bench", "cluster.bench:bench", "measure tokens per second")
     _add_config(bench)
     bench.add_argument(
@@ -82,13 +95,27 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
     bench.add_argument("--out", default="", metavar="DIR", help="folder for the plot")
 
-    simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
-    add_simulate_options(simulate)
 
-    show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
-    _add_config(show)
-    _add(commands, "version", "cluster.commands.show:show_version", "show versions")
-    return parser
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = _add(
+        commands, "profile", "cluster.profile:profile", "measure what steps cost on this machine"
+    )
+    _add_config(profile)
+    profile.add_argument("--refresh", action="store_true", help="measure again what is known")
+    profile.add_argument(
+        "--repeats", type=int, default=5, help="measurements of every point (default 5)"
+    )
+    profile.add_argument(
+        "--out", metavar="DIR", help="folder for the plot (default: beside the kept measurements)"
+    )
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = _add(
+        commands, "explain", "cluster.commands.explain:explain", "why a request got its lengths"
+    )
+    explain.add_argument("id", help="the `id` of an answer")
+    _add_endpoint(explain, model=False)
 
 
 def _add(
@@ -130,6 +157,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+def _add_endpoint(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
     parser.add_argument("--url", help="an endpoint (…/v1); default: the running cluster's")
-    parser.add_argument("--model", help="model name; default: the one that is served")
+    if model:
+        parser.add_argument("--model", help="model name; default: the one that is served")

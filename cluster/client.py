@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -79,6 +80,13 @@ class EndpointClient:
         except ValueError as error:
             raise _not_ours(self.base_url) from error
         return body if isinstance(body, dict) else {"status": body}
+
+    def explain(self, response_id: str) -> dict[str, Any]:
+        """What the cluster kept of the rounds of a response (`cluster.explanations.Explanation`)."""
+        body = self._get(f"{self.base_url}/requests/{quote(response_id, safe='')}/explain")
+        if not isinstance(body, dict) or "choices" not in body:
+            raise _not_ours(self.base_url)
+        return body
 
     def choose_model(self, wanted: str | None) -> str:
         """The model to ask for: `wanted` if it is served, else the only one there is."""

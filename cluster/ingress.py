@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Path, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -19,6 +19,7 @@ from starlette.types import Lifespan
 from cluster.answers import Answer, open_answers
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
+from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
 from cluster.intake import Intake, Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
 from cluster.openai_api import (
@@ -30,7 +31,7 @@ from cluster.openai_api import (
 )
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
-from cluster.telemetry import FrontMetrics, RequestSpan, rank_gauges
+from cluster.telemetry import FrontMetrics, RequestSpan, curve_counters, rank_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +56,23 @@ class Front:
         intake: validation and tokenisation.
         dispatcher: started by the app's lifespan.
         request_timeout_s: longest a request may take.
+        ask_ranks: what the ranks kept of a response's rounds.
     """
 
     def __init__(
-        self, model: ServedModel, intake: Intake, dispatcher: Dispatcher, request_timeout_s: float
+        self,
+        model: ServedModel,
+        intake: Intake,
+        dispatcher: Dispatcher,
+        request_timeout_s: float,
+        ask_ranks: AskRanks,
     ) -> None:
         self.model = model
         self.intake = intake
         self.dispatcher = dispatcher
         self.metrics = FrontMetrics()
         self._request_timeout_s = request_timeout_s
+        self._ask_ranks = ask_ranks
 
     async def chat(self, request: Request) -> Response:
         return await self._serve(request, "chat", ChatRequest)
@@ -126,6 +134,11 @@ class Front:
             include_usage=parsed.include_usage,
         )
 
+    async def explain(self, request: Request) -> Response:
+        """Why the rounds of a response were verified as far as they were (C11)."""
+        found = await explain(request.path_params["response_id"], self._ask_ranks)
+        return JSONResponse(found.model_dump())
+
     # --- about the server -------------------------------------------------------------------------------------------
 
     def models(self) -> dict[str, Any]:
@@ -157,7 +170,8 @@ class Front:
     def prometheus(self) -> str:
         gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
         front = self.metrics.render(gauges, asdict(self.dispatcher.counters))
-        return front + rank_gauges(self.dispatcher.router.loads)
+        router = self.dispatcher.router
+        return front + rank_gauges(router.loads) + curve_counters(router.view)
 
 
 async def _body(request: Request) -> bytes:
@@ -174,9 +188,7 @@ async def _body(request: Request) -> bytes:
 
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The ASGI application over `front`; starting and stopping its dispatcher is for `lifespan` or the caller."""
-    app = FastAPI(
-        title="dspark-cluster", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
-    )
+    app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_api_route("/v1/chat/completions", _guarded(front, front.chat), methods=["POST"])
     app.add_api_route("/v1/completions", _guarded(front, front.completion), methods=["POST"])
 
@@ -191,6 +203,19 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
                 ApiError(404, f"model={name!r}: not served here", code="model_not_found")
             )
         return JSONResponse(front.model_card())
+
+    @app.get(
+        "/v1/requests/{response_id}/explain",
+        response_model=Explanation,
+        responses={404: {"model": ErrorAnswer}, 503: {"model": ErrorAnswer}},
+    )
+    async def explain_request(
+        request: Request,
+        response_id: Annotated[str, Path(description="The `id` of an answer of this cluster.")],
+    ) -> Response:
+        """Why each round of a response was verified as far as it was: survivals, λ, K, and what cut it."""
+        assert response_id == request.path_params["response_id"]
+        return await _guarded(front, front.explain)(request)
 
     @app.get("/health")
     async def health() -> Response:

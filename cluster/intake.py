@@ -225,6 +225,7 @@ class Intake:
             traceparent=traceparent,
             class_id=0 if named is None else self.limits.classes.index(named),
             rank=options.rank,
+            explain=options.explain,
         )
         return Job(order, request.stop_strings, self.codec.special_ids | set(stop_token_ids))
 

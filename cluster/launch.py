@@ -29,7 +29,7 @@ from actors.shell import Seat
 from actors.target import TargetActor
 from cluster.app import IngressStartError
 from cluster.parts import ModelNotFoundError, Parts
-from cluster.placement import Placement, Slot, plan_placement
+from cluster.placement import Placement, Slot, plan_placement, thread_environment
 from cluster.ray_session import RaySession, RaySessionError, log_folder
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
@@ -43,9 +43,6 @@ STATUS_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 INGRESS_CPUS = 2.0  # offered to Serve beside what the actors reserve
-# Turns a thread spins between two operations before it sleeps (some tens of microseconds). Sleeping at once
-# (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; spinning on takes the cores the drafter computes on.
-OMP_SPIN_COUNT = 10_000
 
 Progress = Callable[[str], None]
 
@@ -216,13 +213,12 @@ def _start(cls: type, name: str, slot: Slot | None, *arguments: Any) -> None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             _running.placement_group, placement_group_bundle_index=slot.bundle
         )
-    variables = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(OMP_SPIN_COUNT)}
     actor: Any = ray.remote(cls).options(
         name=name,
         namespace=NAMESPACE,
         max_restarts=-1,
         max_task_retries=0,
-        runtime_env={"env_vars": variables},
+        runtime_env={"env_vars": thread_environment(threads)},
         **options,
     )
     _running.actors[name] = actor.remote(*arguments)

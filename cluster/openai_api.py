@@ -105,6 +105,7 @@ class DsparkOptions(BaseModel):
     speculation: bool = True
     service_class: str | None = Field(None, alias="class")
     rank: str | None = None  # only where `ingress.allow_rank_hint` is set
+    explain: bool = False  # keep why its rounds were verified as far as they were
 
 
 class GenerationRequest(Schema):

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.core.own_profile import StepTimes
 from actors.drafter import DrafterEngineFactory
 from actors.engine.base import DrafterEngine, TargetEngine
 from actors.shell import Seat
-from actors.target import MeasureSteps, StepTimes, TargetEngineFactory
-from cluster.profile_cache import cached_step_times
+from actors.target import MeasureSteps, TargetEngineFactory
+from cluster.profile_cache import cached_samples
 from configs.schema import ClusterConfig
 
 _FETCH = """
@@ -116,11 +117,11 @@ def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:
 
 def measure_steps(engine: TargetEngine, config: ClusterConfig) -> StepTimes:
     """Times of complete steps of this engine on this machine, from the cache where they are known."""
-    from actors.engine.bench import profile_step_times
+    from actors.engine.step_profile import quick_samples
     from actors.engine.target_engine import TorchTargetEngine
 
     assert isinstance(engine, TorchTargetEngine)
-    return cached_step_times(engine.spec, config, lambda: profile_step_times(engine, config))
+    return cached_samples(engine.spec, config, lambda: quick_samples(engine, config)).curve()
 
 
 def drafter_folder(config: ClusterConfig) -> Path | None:

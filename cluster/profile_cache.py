@@ -1,4 +1,4 @@
-"""Measured cost curves are kept on disk: the same model on the same machine is measured once."""
+"""Measured step times are kept on disk: the same model on the same machine is measured once."""
 
 from __future__ import annotations
 
@@ -12,45 +12,56 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.core.step_samples import StepSamples
 from actors.engine.base import TargetSpec
-from actors.target import StepTimes
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
 
 FOLDER = Path("~/.cache/dspark-cluster/profiles")
-_COLUMNS = ("batch_tokens", "num_requests", "step_time_s")
+_COLUMNS = ("batch_tokens", "num_requests", "context_len")
 
 
-def cached_step_times(
+def profile_path(spec: TargetSpec, config: ClusterConfig, folder: Path = FOLDER) -> Path:
+    """Where the samples of this identity lie: the engine's own (weights, dtype, device, threads), this machine, and
+    every setting that decides which points are measured."""
+    return folder.expanduser() / f"{_identity(spec, config)}.json"
+
+
+def cached_samples(
     spec: TargetSpec,
     config: ClusterConfig,
-    measure: Callable[[], StepTimes],
+    measure: Callable[[], StepSamples],
     folder: Path = FOLDER,
-) -> StepTimes:
-    """What was measured before under the same identity, else what `measure` says now.
+) -> StepSamples:
+    """What was measured before under the same identity, else what `measure` says now."""
+    path = profile_path(spec, config, folder)
+    kept = read_samples(path)
+    if kept is not None:
+        return kept
+    measured = measure()
+    keep_samples(path, measured)
+    return measured
 
-    The identity holds the engine's own (weights, dtype, device, threads), this machine, and every setting that
-    decides which points are measured. A damaged file is measured again.
-    """
-    path = folder.expanduser() / f"{_identity(spec, config)}.json"
+
+def read_samples(path: Path) -> StepSamples | None:
+    """What is kept there; None when nothing is, or it is damaged."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        times = tuple(np.asarray(kept[name], np.float64) for name in _COLUMNS)
-        if len({len(column) for column in times}) == 1 and len(times[0]):
-            return times[0], times[1], times[2]
-        log.warning("%s is damaged; measuring again", path.name)
+        tokens, requests, context = (np.asarray(kept[name], np.int64) for name in _COLUMNS)
+        times_s = np.asarray(kept["times_s"], np.float64)
+        return StepSamples(tokens, requests, context, times_s, int(kept["curve_context_len"]))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s cannot be read (%s); measuring again", path.name, error)
-    measured = measure()
-    _keep(path, measured)
-    return measured
+    return None
 
 
-def _keep(path: Path, measured: StepTimes) -> None:
-    content = {name: column.tolist() for name, column in zip(_COLUMNS, measured, strict=True)}
+def keep_samples(path: Path, samples: StepSamples) -> bool:
+    """Write them for later starts; False when that is not possible."""
+    content = {name: getattr(samples, name).tolist() for name in (*_COLUMNS, "times_s")}
+    content["curve_context_len"] = samples.curve_context_len
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +69,8 @@ def _keep(path: Path, measured: StepTimes) -> None:
         part.replace(path)  # two ranks may measure at the same time
     except OSError as error:
         log.warning("the cost curve could not be kept: %s", error)
+        return False
+    return True
 
 
 def _identity(spec: TargetSpec, config: ClusterConfig) -> str:
@@ -70,5 +83,7 @@ def _identity(spec: TargetSpec, config: ClusterConfig) -> str:
         config.drafter.draft_top_k,
         config.target.max_running,
         config.target.max_batch_tokens,
+        config.target.kv_cache_tokens,
+        config.model.max_model_len,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]

@@ -20,6 +20,7 @@ class Router:
 
     def __init__(self) -> None:
         self.table = RoutingTable(version=-1)
+        self.view = LoadView(version=-1)  # the newest one
         self._loads: dict[str, RankLoad] = {}
         self._view_version = -1
         self._view_at_s = float("-inf")
@@ -40,7 +41,7 @@ class Router:
         """Take a newer view; False for an older or equal one."""
         if view.version <= self._view_version:
             return False
-        self._view_version = view.version
+        self.view, self._view_version = view, view.version
         self._view_at_s = now_s
         self._loads = {load.rank: load for load in view.ranks}
         self._begun.clear()

@@ -46,6 +46,7 @@ class StreamOrder:
     traceparent: str | None = None
     class_id: int = 0  # index into `policy.classes`
     rank: str | None = None  # the rank it shall be placed on first; None: the best one
+    explain: bool = False
 
 
 class StreamJournal:
@@ -94,6 +95,7 @@ class StreamJournal:
             stop_token_ids=order.stop_token_ids,
             traceparent=order.traceparent,
             class_id=order.class_id,
+            explain=order.explain,
         )
 
     def apply(self, delta: TokenDelta) -> tuple[int, ...]:

@@ -80,10 +80,19 @@ class Supervisor:
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""
-        names = [m.name for m in self._book.members.values() if m.is_usable]
-        answers = await asyncio.gather(
-            *(self._ask(name, "stats", STATS_TIMEOUT_S) for name in names), return_exceptions=True
-        )
+        return await self._ask_all([m for m in self._book.members.values() if m.is_usable], "stats")
+
+    async def explain(self, response_id: str) -> dict[str, Any]:
+        """What every rank says of a response's rounds; {"error": ...} for one that does not answer."""
+        ranks = [m for m in self._book.members.values() if m.role == "target" and m.is_usable]
+        return await self._ask_all(ranks, "explain", response_id)
+
+    async def _ask_all(
+        self, members: Sequence[Member], method: str, *arguments: Any
+    ) -> dict[str, Any]:
+        names = [member.name for member in members]
+        asked = (self._ask(name, method, STATS_TIMEOUT_S, *arguments) for name in names)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         return {
             name: {"error": repr(answer)} if isinstance(answer, BaseException) else answer
             for name, answer in zip(names, answers, strict=True)

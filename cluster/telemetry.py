@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 
 from actors import tracing
-from actors.core.messages import RankLoad
+from actors.core.messages import LoadView, RankLoad
 from cluster.streams import SpeculationCounts
 
 LATENCY_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -129,13 +129,36 @@ def rank_gauges(loads: Sequence[RankLoad]) -> str:
         ),
         (
             "dspark:rank_prediction_error",
-            "Mean relative error of the step times predicted for its group.",
+            "Mean relative error of the step times predicted for its group, or for itself.",
             {rank: error for rank, error in errors.items() if error is not None},
         ),
     ):
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"] if values else []
         lines += [f'{name}{{rank="{rank}"}} {value:g}' for rank, value in values.items()]
     return "".join(line + "\n" for line in lines)
+
+
+def curve_counters(view: LoadView) -> str:
+    """Where budgets could not be searched for, as Prometheus text; empty before the allocator's first word."""
+    if view.version < 0:
+        return ""
+    fallbacks = {f'{{rank="{load.rank}"}}': load.num_fallback_steps for load in view.ranks}
+    lines: list[str] = []
+    for name, help_text, values in (
+        (
+            "dspark:fallback_steps_total",
+            "Steps decided without a search: the curve is flat, or predictions have parted from measurements.",
+            fallbacks,
+        ),
+        (
+            "dspark:refused_curves_total",
+            "Measured cost curves that could not be used.",
+            {"": view.num_refused_curves},
+        ),
+    ):
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} counter"]
+        lines += [f"{name}{labels} {value}" for labels, value in values.items()]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass

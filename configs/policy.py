@@ -71,6 +71,12 @@ class PolicyConfig(Section):
     budget_ttl_steps: int = Field(
         8, ge=1, description="Steps after which a budget is stale and the rank decides alone."
     )
+    explain_rounds: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Rounds kept of every request for `dspark explain`; 0 = only of requests that ask for it.",
+    )
 
     def conflicts(self, num_ranks: int) -> Iterator[tuple[str, str, str]]:
         """(field, problem, remedy) of each pair of settings that cannot both hold."""

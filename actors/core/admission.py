@@ -29,6 +29,7 @@ class RankLimits:
     gamma: int = 0  # 0: no speculation
     max_wait_s: float = 0.25  # for a proposal
     reservation_ttl_s: float = 10.0
+    explain_rounds: int = 0  # kept a request; 0: only of those that ask
 
     def __post_init__(self) -> None:
         # One round with a full block, plus one token of prefill beside it.
@@ -96,6 +97,11 @@ class AdmissionDesk:
         if num_tokens <= limit:
             return ""
         return f"prompt plus output is {num_tokens} tokens, this rank holds at most {limit}"
+
+    @property
+    def ended_ids(self) -> Iterable[str]:
+        """Requests that were here and are over, as far as they are remembered."""
+        return self._ended.keys()
 
     def is_known(self, request_id: str, generation: int) -> bool:
         """Whether this generation, or a later one, was already ended here: a repeated or late message."""

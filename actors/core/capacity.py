@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from actors.core.local_policy import PolicyName
 from actors.core.messages import LoadView, RankLoad, RankProfile, StepReport, VerifyBudget
+from actors.core.prediction import is_fallback
 from actors.core.prefix_scheduler import LAG_STEPS, Budget, lagged_budget
-from actors.core.sps import CostCurve, RankTimes
+from actors.core.sps import CostCurve, CurveError, RankTimes
 
 Float32 = npt.NDArray[np.float32]
 
@@ -93,6 +94,7 @@ class _Rank:
     report: StepReport | None = None
     budgeted_step: int = -1
     budget: VerifyBudget | None = None  # the newest
+    num_fallback_steps: int = 0
     committed_per_round: float = 1.0
 
 
@@ -118,6 +120,7 @@ class Allocator:
     num_stale_reports: int = 0
     num_by_rule: Counter[str] = field(default_factory=Counter)
     records: deque[BudgetRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    num_refused_curves: int = 0
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     # Incarnations that are over (None), or were forgotten and may come back.
     _retired: dict[tuple[str, str], _Rank | None] = field(default_factory=dict)
@@ -134,15 +137,25 @@ class Allocator:
             self.num_stale_reports += 1
             return False
         if isinstance(message, RankProfile):
-            rank.times.measured(CostCurve.of(message, self.expected_identity))
+            self._take_curve(rank, message)
             rank.heard_at = now
             return True
         if rank.report is not None and message.step <= rank.report.step:
             self.num_stale_reports += 1
             return False
         rank.report, rank.heard_at = message, now
+        rank.num_fallback_steps += is_fallback(message.budget_rule)
         self._learn(rank, message, self.solver.observe(message))
         return True
+
+    def _take_curve(self, rank: _Rank, profile: RankProfile) -> None:
+        try:
+            curve = CostCurve.of(profile, self.expected_identity)
+        except CurveError:
+            self.num_refused_curves += 1
+            raise
+        self.num_refused_curves += curve.is_flat
+        rank.times.measured(curve)
 
     def forget(self, rank: str) -> None:
         """The rank is gone: what it still says is late, unless `recall` finds that it was only silent."""
@@ -221,6 +234,7 @@ class Allocator:
         return LoadView(
             self._version,
             tuple(self._load(name, rank, now) for name, rank in sorted(self._ranks.items())),
+            self.num_refused_curves,
         )
 
     def _incarnation(self, message: StepReport | RankProfile, now: float) -> _Rank | None:
@@ -239,8 +253,7 @@ class Allocator:
     @staticmethod
     def _learn(rank: _Rank, report: StepReport, is_own_time: bool) -> None:
         """The time of a group must not correct a rank's own curve, by which it plans when left alone."""
-        decoding = report.num_requests and not report.num_prefill_tokens
-        if not decoding:
+        if report.num_prefill_tokens or not report.num_requests:
             return
         if is_own_time:
             rank.times.fold_report(report)
@@ -251,6 +264,7 @@ class Allocator:
 
     def _load(self, name: str, rank: _Rank, now: float) -> RankLoad:
         report = rank.report
+        of_group = self.solver.prediction_error(name)
         running = report.num_requests if report else 0
         waiting = report.num_waiting if report else 0
         return RankLoad(
@@ -262,7 +276,8 @@ class Allocator:
             predicted_tpot_s=self._predicted_tpot_s(rank, running, waiting),
             age_s=now - rank.heard_at,
             budget=rank.budget,
-            prediction_error=self.solver.prediction_error(name),
+            prediction_error=rank.times.error.value if of_group is None else of_group,
+            num_fallback_steps=rank.num_fallback_steps,
         )
 
     def _predicted_tpot_s(self, rank: _Rank, running: int, waiting: int) -> float:

@@ -66,6 +66,7 @@ class AdmittedRequest:
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
     class_id: int = 0  # index into `policy.classes`
+    explain: bool = False  # keep a log of its rounds (C11)
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,10 @@ class RankLoad:
     predicted_tpot_s: float  # time per output token a new request would see
     age_s: float
     budget: VerifyBudget | None = None  # the last one published
-    prediction_error: float | None = None  # relative, of the step times of its group; None: in none
+    prediction_error: float | None = (
+        None  # relative, of the step times of its group, or else its own; None: unknown
+    )
+    num_fallback_steps: int = 0  # steps decided without a search, for want of a curve to trust
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,7 @@ class LoadView:
 
     version: int
     ranks: tuple[RankLoad, ...] = ()
+    num_refused_curves: int = 0  # flat, without points, damaged, or of another identity
 
 
 # --- control: what the supervisor's `routing()` answers  ------------------------------------------------------

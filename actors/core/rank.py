@@ -12,7 +12,6 @@ Messages may come in while the engine works on a step.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,7 +41,6 @@ from actors.core.verify_decision import StepDecision, VerifyDecider
 
 Outgoing = list[tuple[Endpoint, Message]]
 
-_KEPT_DECISIONS = 64
 _STEP_TIME_WEIGHT = 0.2
 
 
@@ -59,7 +57,6 @@ class Rank:
         deadline: when to call `plan_step` again at the latest, in seconds on the caller's clock; None: only a message
             can change anything.
         report: of the last step.
-        decisions: of the last steps, newest last (C11).
     """
 
     def __init__(self, endpoint: Endpoint, limits: RankLimits, decider: VerifyDecider) -> None:
@@ -72,7 +69,6 @@ class Rank:
         self.report: StepReport | None = None
         self.waiting_for_proposals = False
         self.deadline: float | None = None
-        self.decisions: deque[StepDecision] = deque(maxlen=_KEPT_DECISIONS)
         self.step_time_s = 0.0  # smoothed
         self._step = 0  # number of the next step
         self._in_flight: StepInFlight | None = None
@@ -199,6 +195,7 @@ class Rank:
             context_tokens=int(table.committed_len[rounds].sum()),
             is_unasked=table.is_unasked[rounds],
             class_ids=table.class_id[rounds],
+            is_late=table.wants_draft[rounds],
         )
 
     def _choose_drafting(self, slots: Slots) -> Mask:
@@ -223,7 +220,6 @@ class Rank:
         for request in commit.aborted:
             book.release(request)
         self.counters.count(flight, commit)
-        self.decisions.append(flight.decision)
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
         # Drafters first: the next step may have to wait for them.

@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.explain import RequestLog
 from actors.core.kv_blocks import BlockLease
 from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
 
@@ -65,6 +66,7 @@ class Request:
         "context_len",
         "drafter",
         "lease",
+        "log",
         "num_accepted",
         "num_output",
         "num_proposed",
@@ -94,6 +96,7 @@ class Request:
         self.num_output = admitted.num_prior_tokens
         self.stop_token_ids = frozenset(admitted.stop_token_ids)
         self.num_rounds = self.num_proposed = self.num_scheduled = self.num_accepted = 0
+        self.log: RequestLog | None = None  # of its rounds, where somebody wants one
 
     @property
     def generation(self) -> int:

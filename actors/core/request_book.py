@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from actors.core.admission import AdmissionDesk, RankLimits
 from actors.core.drafting import DraftExchange
+from actors.core.explain import LogShelf, explanation
 from actors.core.kv_blocks import BlockPool
 from actors.core.messages import (
     AbortRequest,
@@ -38,6 +40,7 @@ class RequestBook:
         )
         self.desk = AdmissionDesk(self.pool, limits, rank.name)
         self.drafts = DraftExchange(self.table, rank, limits.max_wait_s, limits.vocab_size)
+        self.logs = LogShelf(limits.explain_rounds)
         self.live: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -69,6 +72,7 @@ class RequestBook:
             return TokenDelta(
                 message.request_id, message.generation, first, (), "error", error=request
             )
+        request.log = self.logs.open(message)
         self.live[request.request_id] = request
         self.waiting.append(request)
         reason = request.finish_before_start()
@@ -111,6 +115,8 @@ class RequestBook:
         del self.live[request.request_id]
         self.desk.end(request.request_id, request.generation)
         self.drafts.close(request)
+        if request.log is not None:
+            self.logs.end(request.log)
         if not self._is_in_step(request):
             self.release(request)
 
@@ -122,6 +128,11 @@ class RequestBook:
         self.table.clear(request.slot)
         if request in self.prefilling:
             self.prefilling.remove(request)
+
+    def explain(self, response_id: str) -> dict[str, Any]:
+        """What is known here of the rounds of a response (`explain.explanation`)."""
+        known_ids = [*self.live, *self.desk.ended_ids]
+        return explanation(self.logs.find(response_id), known_ids, response_id)
 
     def problems(self) -> list[str]:
         """What is not at its baseline, given that nothing runs."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.messages import RankProfile, StepReport
+from actors.core.prediction import PredictionError
 
 Float64 = npt.NDArray[np.float64]
 
@@ -204,16 +205,19 @@ class RankTimes:
         served: of target steps, by their tokens.
         drafts: of the time the rank stood waiting for blocks. One ratio for any number of them: while drafting for
             the whole batch is paused, waiting for a few still tells what it would cost.
+        error: of the target steps foretold so far.
     """
 
     curve: CostCurve | None = None  # None until the rank was profiled
     served: ServedTimes = field(default_factory=ServedTimes)
     drafts: ServedTimes = field(default_factory=lambda: ServedTimes(least_step=0.1))
+    error: PredictionError = field(default_factory=PredictionError)
 
     def measured(self, curve: CostCurve) -> None:
         """Take a new curve; what was served before says nothing about it."""
         fresh = RankTimes()
-        self.curve, self.served, self.drafts = curve, fresh.served, fresh.drafts
+        self.curve, self.error = curve, fresh.error
+        self.served, self.drafts = fresh.served, fresh.drafts
 
     def fold(
         self,
@@ -240,6 +244,7 @@ class RankTimes:
             self.served.fold(batch_tokens, step_s + draft_s, served_s)
             self.drafts.fold(1, draft_s, served_s * draft_s / (step_s + draft_s))
             return
+        self.error.note(step_s * float(self.served.ratio(batch_tokens)), served_s)
         self.served.fold(batch_tokens, step_s, served_s)
         draft_s = self.curve.draft_time_s_at(num_blocks)
         # Blocks that were there at once are cheap, not unknown.

@@ -72,13 +72,18 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
     runs = _committed_runs(plan, result)
     for row in np.flatnonzero(lives).tolist():
         request = flight.rows[row]
+        num_before = request.num_output
         if row < flight.num_rounds:
             _count_round(request, flight.decision, row)
         else:
             request.advance_prefill(int(num_kept[row]))
             if runs[row]:
                 commit.prefilled.append(request)
-        if runs[row] and _extend(request, row, runs[row], commit):
+        has_ended = bool(runs[row]) and _extend(request, row, runs[row], commit)
+        if request.log is not None and row < flight.num_rounds:
+            num_new = int(commit.num_new[row])
+            request.log.add(flight.decision, row, len(runs[row]) - 1, num_before, num_new)
+        if has_ended:
             commit.ended.append(request)
             continue
         table.advance(request)

@@ -20,7 +20,17 @@ Int32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 CutRule = Literal[
-    "none", "unasked", "fallback", "length", "policy_length", "price", "room", "budget"
+    "none",  # the whole block was verified
+    "budget",  # K
+    "price",  # lambda
+    "cold",  # the price of a rank that has seen no survivals yet
+    "room",  # of the step
+    "length",  # the end of the stream is near
+    "policy_length",
+    "unasked",  # no block: none was asked for, drafting did not pay
+    "late",  # no block: it was asked for and has not come
+    "off",  # no block: the request, or the policy, speculates on nothing
+    "fallback",  # no block: there is nobody to ask
 ]
 
 _LAG_STEPS = 2
@@ -133,6 +143,7 @@ class StepDecision:
     is_unasked: Mask | None = None  # [R] no block was asked for: drafting did not pay; None: nobody
     bounds: Int32 | None = None  # [R] caps, and what policy and class allow; None: the caps
     class_ids: Int32 | None = None  # [R] None: all of the first class
+    is_late: Mask | None = None  # [R] a block was asked for and has not come; None: nobody
 
     @property
     def most_draft_tokens(self) -> int:
@@ -140,14 +151,12 @@ class StepDecision:
         return max(0, min(self.choice.max_draft_tokens, self.room, self.survivals.size))
 
     def cut_by(self, row: int) -> CutRule:
-        """Which rule ended the verified prefix of a row; "fallback" when it had no draft although it could be.
-
-        "unasked" says that the rank has asked for none on purpose.
-        """
+        """Which rule ended the verified prefix of a row, or why it had no block to verify."""
         length, gamma = int(self.verify_len[row]), self.survivals.shape[1]
         if not self.has_draft[row]:
-            is_unasked = self.is_unasked is not None and bool(self.is_unasked[row])
-            return "unasked" if is_unasked else "fallback"
+            if self.is_unasked is not None and self.is_unasked[row]:
+                return "unasked"
+            return "late" if self.is_late is not None and self.is_late[row] else "fallback"
         if length == gamma:
             return "none"
         if length == int(self.caps[row]):
@@ -155,7 +164,7 @@ class StepDecision:
         if self.bounds is not None and length == int(self.bounds[row]):
             return "policy_length"
         if self.survivals[row, length] * self._weight(row) < self.choice.min_survival:
-            return "price"
+            return "cold" if self.choice.rule == "cold" else "price"
         return "room" if self.room < self.choice.max_draft_tokens else "budget"
 
     def _weight(self, row: int) -> float:
@@ -199,6 +208,7 @@ class VerifyDecider:
         context_tokens: int,
         is_unasked: Mask | None = None,
         class_ids: Int32 | None = None,
+        is_late: Mask | None = None,
     ) -> StepDecision:
         """Decide for the R rounds of a step.
 
@@ -208,6 +218,7 @@ class VerifyDecider:
             room: draft tokens the step has room for. It must not depend on current drafts (C3).
             is_unasked: [R] rows `choose_drafting` asked no block for; None: no row.
             class_ids: [R] index of the class of each row; None: all of the first.
+            is_late: [R] rows whose block was asked for and has not come; None: no row.
         """
         ids = np.zeros(len(caps), np.int32) if class_ids is None else class_ids
         lagged_step, lagged = self._lagged(step, survivals.shape[1])
@@ -235,7 +246,7 @@ class VerifyDecider:
             verify_len = self._allocate(survivals, budget, choice.min_survival, bounds)
         return StepDecision(
             step, request_ids, survivals, caps, has_draft, verify_len, choice, room, is_unasked,
-            bounds, ids,
+            bounds, ids, is_late,
         )  # fmt: skip
 
     def choose_drafting(self, facts: DraftFacts) -> DraftChoice:
@@ -252,8 +263,11 @@ class VerifyDecider:
     def _choose(self, facts: StepFacts, is_unasked: Mask | None) -> VerifyChoice:
         if not facts.caps.any():
             rule = "no_drafts"
-            if self.drafting is not None and is_unasked is not None and is_unasked.any():
-                rule = self.drafting.rule
+            drafting = self.drafting
+            if drafting is not None and (
+                drafting.rule == "none" or (is_unasked is not None and is_unasked.any())
+            ):
+                rule = drafting.rule
             return VerifyChoice(0, 1.0, rule)
         budget = self.budgets.newest(facts.step)
         if budget is not None:

@@ -20,18 +20,19 @@ from actors.core.messages import (
     RankProfile,
     TokenDeltas,
 )
+from actors.core.own_profile import StepTimes
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Outgoing, Rank
 from actors.core.sampling import SamplingParams
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import DrafterEngine
-from actors.engine.bench import StepTimes, profile_step_times
 from actors.engine.checkpoint import find_model
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.engine import DrafterOptions
 from actors.engine.drafters.serve import find_drafter
 from actors.engine.drafters.serve import load_engine as load_drafter
+from actors.engine.step_profile import quick_samples
 from actors.engine.target_engine import DTYPES, TorchTargetEngine, load_engine
 from actors.engine.weights import read_config
 from configs.schema import ClusterConfig
@@ -207,5 +208,5 @@ def bench_of(config: ClusterConfig, *, captures: bool) -> Bench:
             DTYPES[config.model.dtype], config.model.device, captures,
         )  # fmt: skip
         drafter = load_drafter(drafter_dir, model_dir, options)
-    times = profile_step_times(target, config)
+    times = quick_samples(target, config).curve()
     return Bench(config, target, drafter, times, prompt_ids(model_dir, target.spec.vocab_size))

@@ -184,6 +184,14 @@ class Server:
     front: Front
     client: httpx.AsyncClient
     tables: list[RoutingTable]
+    said: (
+        dict[str, Any] | None
+    )  # what each rank says of any request's rounds; None: cannot be asked
+
+    async def ask_ranks(self, _: str) -> dict[str, Any]:
+        if self.said is None:
+            raise ConnectionError("the supervisor is away")
+        return self.said
 
     def publish(self, **states: str) -> None:
         """A new routing table; ranks not named are ready, `rank="gone"` leaves it out."""
@@ -242,10 +250,14 @@ async def launched(
     dispatcher = Dispatcher(link, routing, DispatchLimits(reservation_timeout_s, 0.05, limits))
     intake = Intake(codec, IntakeLimits(MODEL, MAX_MODEL_LEN, 64, 4))
     front = Front(
-        ServedModel(MODEL, 1, "fp_test", MAX_MODEL_LEN), intake, dispatcher, request_timeout_s
+        ServedModel(MODEL, 1, "fp_test", MAX_MODEL_LEN),
+        intake,
+        dispatcher,
+        request_timeout_s,
+        lambda response_id: server.ask_ranks(response_id),
     )
     async with serving(front) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as client:
-        server = Server(url, codec, hub, ranks, dispatcher, front, client, tables)
+        server = Server(url, codec, hub, ranks, dispatcher, front, client, tables, {})
         server.publish()
         await dispatcher.start()
         while dispatcher.router.table.version < 1:

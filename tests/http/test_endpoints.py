@@ -10,6 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.core.messages import LoadView, RankLoad
 from tests.http.harness import CHAT
 
 
@@ -210,3 +211,25 @@ async def test_models_health_and_metrics(launch):
         await server.until(lambda: server.dispatcher.router.table.version == 2)
         health = await server.client.get("/health")
         assert health.status_code == 503 and "rank-0 is starting" in health.json()["reason"]
+
+
+async def test_metrics_say_how_well_step_times_are_foretold(launch):
+    async with launch() as server:
+        before = (await server.client.get("/metrics")).text
+        assert "refused_curves" not in before, "nothing is known before the allocator's first word"
+        loads = (
+            RankLoad("rank-0", 1, 0, 8, 9, 0.02, 0.0, prediction_error=0.125, num_fallback_steps=7),
+            RankLoad("rank-1", 0, 0, 9, 9, 0.02, 0.0),
+        )
+        server.dispatcher.router.update_load(LoadView(5, loads, num_refused_curves=2), 0.0)
+        metrics = (await server.client.get("/metrics")).text
+    found = {
+        (sample.name, sample.labels.get("rank")): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
+    assert found["dspark:rank_prediction_error", "rank-0"] == 0.125
+    assert ("dspark:rank_prediction_error", "rank-1") not in found
+    assert found["dspark:fallback_steps_total", "rank-0"] == 7
+    assert found["dspark:fallback_steps_total", "rank-1"] == 0
+    assert found["dspark:refused_curves_total", None] == 2

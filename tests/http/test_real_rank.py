@@ -224,3 +224,26 @@ async def test_what_the_cache_can_never_hold_is_a_400(launch, real):
             "/v1/completions", json={"model": "tiny-bytes", "prompt": "x" * 60, "max_tokens": 30}
         )
         assert answer.status_code == 400 and "at most 64" in answer.json()["error"]["message"]
+
+
+async def test_the_rounds_of_an_answer_are_explained_by_its_rank(launch, real):
+    async with launch() as server:
+        ranks = await real(server, num_ranks=2)
+        server.said = {}
+
+        def ask() -> None:
+            for rank in ranks:
+                server.said[rank.name] = rank.rank.book.explain(answer["id"])
+
+        body = {**CHAT, "max_tokens": MAX_TOKENS, "dspark": {"explain": True}}
+        answer = (await server.client.post(CHAT_PATH, json=body)).json()
+        ask()
+        told = (await server.client.get(f"/v1/requests/{answer['id']}/explain")).json()
+        (segment,) = told["choices"][0]["segments"]
+        assert segment["num_rounds"] == len(segment["rounds"]) == MAX_TOKENS - 1
+        assert {each["cut_by"] for each in segment["rounds"]} == {"fallback", "length"}
+        answer = (await server.client.post(CHAT_PATH, json={**body, "dspark": {}})).json()
+        ask()
+        refused = await server.client.get(f"/v1/requests/{answer['id']}/explain")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "explain_off"

@@ -40,8 +40,10 @@ def expected(prompt: list[int], num_tokens: int) -> str:
     return "".join(detokenizer.feed(i) for i in shown) + detokenizer.flush()
 
 
-async def read(client: httpx.AsyncClient, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    """The text of a streamed completion, its usage, and the longest pause between two events."""
+async def read(
+    client: httpx.AsyncClient, prompt: list[int], num_tokens: int, **more: Any
+) -> dict[str, Any]:
+    """The id and text of a streamed completion, and its usage."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -50,8 +52,9 @@ async def read(client: httpx.AsyncClient, prompt: list[int], num_tokens: int) ->
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **more,
     }
-    text, usage, done = "", {}, False
+    text, usage, done, response_id = "", {}, False, ""
     async with client.stream("POST", "/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
@@ -63,8 +66,9 @@ async def read(client: httpx.AsyncClient, prompt: list[int], num_tokens: int) ->
             assert "error" not in event, event
             text += "".join(choice["text"] for choice in event["choices"])
             usage = event["usage"] or usage
+            response_id = event["id"]
     assert done, "a silent cut"
-    return {"text": text, "usage": usage}
+    return {"id": response_id, "text": text, "usage": usage}
 
 
 def requests(
@@ -130,3 +134,35 @@ async def test_clients_that_leave_give_everything_back(cluster):
         wanted = requests(24, seed=3)
         await asyncio.gather(*(leave(0.03 * i, *one) for i, one in enumerate(wanted)))
     await asyncio.to_thread(cluster.until, lambda: cluster.ask("baseline") == "True", 20)
+
+
+async def explained(url: str, response_id: str) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return await client.get(f"/requests/{response_id}/explain")
+
+
+async def test_every_round_is_explained_and_those_that_died_with_their_rank_are_counted(cluster):
+    asking = {"dspark": {"explain": True}}
+    wanted = requests(6, seed=5, least=1200, most=1400)
+    limits = httpx.Limits(max_connections=20)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits) as client:
+        reading = asyncio.gather(*(read(client, *one, **asking) for one in wanted))
+        await asyncio.sleep(0.5)
+        assert await asyncio.to_thread(cluster.ask, "kill target-0") == "killed"
+        answers = await reading
+        plain = await read(client, [5, 6], 20)
+    check(wanted, answers)
+    num_lost = []
+    for (_, num_tokens), answer in zip(wanted, answers, strict=True):
+        (choice,) = (await explained(cluster.url, answer["id"])).json()["choices"]
+        last = choice["segments"][-1]
+        assert last["has_ended"]
+        end = last["rounds"][-1]
+        assert end["first_index"] + end["num_committed"] == num_tokens
+        assert {each["cut_by"] for each in last["rounds"]} & {"price", "budget", "cold", "none"}
+        num_lost.append(choice["num_lost_tokens"])
+    assert any(num_lost) and not all(num_lost)  # only those of the rank that was killed
+    off = await explained(cluster.url, plain["id"])
+    assert (off.status_code, off.json()["error"]["code"]) == (404, "explain_off")
+    unknown = await explained(cluster.url, "cmpl-nobody")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")

@@ -28,7 +28,7 @@ from actors.core.messages import (
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Outgoing, Rank
 from actors.core.sampling import SamplingParams
-from actors.core.verify_decision import StepFacts, VerifyChoice, VerifyDecider
+from actors.core.verify_decision import StepDecision, StepFacts, VerifyChoice, VerifyDecider
 from tests.pure.scripted_drafter import (
     DRAFTER,
     INGRESS,
@@ -190,6 +190,7 @@ class Session:
         self.now = 0.0
         self.draft_s = draft_s
         self.sent: Outgoing = []
+        self.decisions: list[StepDecision] = []
         rank.set_drafters([DRAFTER] if rank.limits.gamma else [])
 
     def deliver(self, out: Outgoing, drafts: bool = True) -> None:
@@ -215,6 +216,8 @@ class Session:
         plan = self.rank.plan_step(self.now)
         if plan is None:
             return None
+        assert self.rank._in_flight is not None
+        self.decisions.append(self.rank._in_flight.decision)
         result = self.target.step(plan)
         self.now += 0.01
         self.deliver(self.rank.apply(plan, result, self.now, 0.01), drafts)

@@ -1,4 +1,4 @@
-"""Cost curves are measured once for one model on one machine, and again for anything else."""
+"""Step times are measured once for one model on one machine, and again for anything else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.target import StepTimes
-from cluster.profile_cache import cached_step_times
+from actors.core.step_samples import StepSamples
+from cluster.profile_cache import cached_samples, profile_path, read_samples
 from configs.schema import ClusterConfig
 from tests.pure.test_routing import TARGET_SPEC
 
@@ -20,17 +20,20 @@ class Meter:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def __call__(self) -> StepTimes:
+    def __call__(self) -> StepSamples:
         self.num_calls += 1
-        return np.array([1, 8]), np.array([1, 4]), np.array([0.25, 0.5 + self.num_calls])
+        times = np.array([[0.25, 0.26], [0.5, 0.5 + self.num_calls]])
+        one = np.array([1, 8]), np.array([1, 4]), np.array([256, 256])
+        return StepSamples(*one, times, 256)
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path: Path) -> None:
     meter = Meter()
-    first = cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path / "new")
-    second = cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path / "new")
+    first = cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path / "new")
+    second = cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path / "new")
     assert meter.num_calls == 1
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert np.array_equal(first.times_s, second.times_s)
+    assert all(np.array_equal(a, b) for a, b in zip(first.curve(), second.curve(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -39,38 +42,44 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path) -> None:
         {"drafter": {"gamma": 3}},
         {"target": {"max_running": 8}},
         {"target": {"max_batch_tokens": 512}},
+        {"target": {"kv_cache_tokens": 65536}},
+        {"model": {"max_model_len": 512}},
     ],
 )
 def test_other_settings_are_measured_again(tmp_path: Path, changed: dict[str, object]) -> None:
     meter = Meter()
-    cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path)
-    cached_step_times(TARGET_SPEC, ClusterConfig.model_validate(changed), meter, tmp_path)
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
+    cached_samples(TARGET_SPEC, ClusterConfig.model_validate(changed), meter, tmp_path)
     assert meter.num_calls == 2
 
 
 def test_another_model_is_measured_again(tmp_path: Path) -> None:
     meter = Meter()
-    cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path)
-    cached_step_times(replace(TARGET_SPEC, identity="other"), CONFIG, meter, tmp_path)
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
+    cached_samples(replace(TARGET_SPEC, identity="other"), CONFIG, meter, tmp_path)
     assert meter.num_calls == 2
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "{}", "[1]", '{"batch_tokens": [], "num_requests": [], "step_time_s": []}',
-                '{"batch_tokens": [1], "num_requests": [1, 2], "step_time_s": [0.1]}']
+    "content", ["", "{", "{}", "[1]",
+                '{"batch_tokens": [], "num_requests": [], "context_len": [], "times_s": [], "curve_context_len": 1}',
+                '{"batch_tokens": [1], "num_requests": [1, 2], "context_len": [1], "times_s": [[1]], '
+                '"curve_context_len": 1}']
 )  # fmt: skip
 def test_a_damaged_file_is_measured_again_and_replaced(tmp_path: Path, content: str) -> None:
     meter = Meter()
-    cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path)
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(content)
-    cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path)
-    cached_step_times(TARGET_SPEC, CONFIG, meter, tmp_path)
+    assert read_samples(file) is None
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
     assert meter.num_calls == 2
+    assert file == profile_path(TARGET_SPEC, CONFIG, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    meter = Meter()
-    assert cached_step_times(TARGET_SPEC, CONFIG, meter, blocked / "below")[2][0] == 0.25
+    samples = cached_samples(TARGET_SPEC, CONFIG, Meter(), blocked / "below")
+    assert samples.times_s[0, 0] == 0.25

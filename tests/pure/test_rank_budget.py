@@ -181,16 +181,6 @@ def test_the_reason_of_every_cut_can_be_told() -> None:
     assert short.cut_by(0) == "policy_length"
 
 
-def test_decisions_of_the_last_rounds_are_kept() -> None:
-    session = Session(make_rank(), error=0.3)
-    session.submit(admitted("a", PROMPT, 110))
-    session.run()
-    decisions = session.rank.decisions
-    assert len(decisions) == min(64, session.rank.counters.num_steps)
-    assert decisions[-1].request_ids == ("a",)
-    assert decisions[-1].cut_by(0) in {"none", "length", "fallback"}
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     name=st.sampled_from(["none", "static_length", "static_threshold", "algorithm1", "lagged"]),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from actors.core.draft_pause import LAG_STEPS, MIN_PAUSE, MIN_ROWS, PROBE_EVERY, DraftPause
-from actors.core.explain import explain
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import AbortRequest, CommitBatch
 from tests.pure.draft_load import measured
@@ -94,7 +93,7 @@ def test_a_probe_waits_for_its_own_rows_only() -> None:
     assert int(table.has_draft.sum()) == MIN_ROWS
     plan = session.step()
     assert plan is not None and plan.num_requests == CROWD
-    decision = rank.decisions[-1]
+    decision = session.decisions[-1]
     assert int(decision.has_draft.sum()) == MIN_ROWS
     reasons = [decision.cut_by(row) for row in range(CROWD)]
     assert reasons.count("unasked") == CROWD - MIN_ROWS and "fallback" not in reasons
@@ -104,12 +103,10 @@ def test_a_probe_waits_for_its_own_rows_only() -> None:
 def test_the_pause_can_be_explained() -> None:
     session = crowded()
     session.step()
-    entry = explain(session.rank.decisions, "r3")[-1]
-    assert (entry["rule"], entry["cut_by"], entry["verify_len"]) == (
-        "drafting_paused",
-        "unasked",
-        0,
-    )
+    decision = session.decisions[-1]
+    row = decision.request_ids.index("r3")
+    assert (decision.choice.rule, decision.cut_by(row)) == ("drafting_paused", "unasked")
+    assert decision.verify_len[row] == 0
 
 
 def test_when_the_crowd_has_gone_the_last_stream_is_drafted_for_again() -> None:
@@ -181,7 +178,7 @@ def test_requests_without_speculation_are_rounds_that_are_never_asked_nor_counte
     session.submit(admitted("fast", [40], 60))
     for _ in range(6):
         session.step()
-    decision = session.rank.decisions[-1]
+    decision = session.decisions[-1]
     row = decision.request_ids.index("fast")
     assert [decision.cut_by(r) for r in range(9) if r != row] == ["fallback"] * 8
     session.run()
@@ -214,4 +211,4 @@ def test_with_policy_none_no_block_is_ever_asked_for() -> None:
     session.run()
     assert not any(b.wants_block.any() for b in commits(session))
     assert np.array_equal(session.streams["a"].tokens, oracle([3, 1], 20)[0])
-    assert {d.choice.rule for d in session.rank.decisions if len(d.caps)} <= {"none", "no_drafts"}
+    assert {d.choice.rule for d in session.decisions if len(d.caps)} <= {"none", "no_drafts"}

@@ -109,6 +109,29 @@ def drafted(
     )
 
 
+def commit_laws(
+    code: Code, pair: TinyPair, anchor: int, params: SamplingParams, blocks: Drafted
+) -> Float64:
+    """P(the round accepts `count` slots and then commits `token`), [P, verify_len, count, token].
+
+    Both middle axes go from 0 to gamma; the accepted tokens are the block's own.
+    """
+    gamma, vocab = pair.gamma, pair.vocab
+    law = np.zeros((len(blocks.tokens), gamma + 1, gamma + 1, vocab))
+    for verify_len in range(gamma + 1):
+        bounds = _accept_bounds(code, pair, anchor, params, blocks, verify_len)
+        for accepts in product((True, False), repeat=verify_len):
+            chance = np.where(accepts, bounds, 1 - bounds).prod(axis=1)
+            if not chance.any():
+                continue
+            draws = np.where(accepts, bounds / 2, (1 + bounds) / 2)
+            run = _verifier(code, pair, anchor, params, blocks, verify_len, vocab - 1)
+            accepted, next_law = _next_token_law(run, draws, vocab)
+            paths = np.arange(len(chance))
+            law[paths, verify_len, accepted] += chance[:, None] * next_law
+    return law
+
+
 def round_laws(
     code: Code, pair: TinyPair, anchor: int, params: SamplingParams, blocks: Drafted
 ) -> Float64:
@@ -121,22 +144,14 @@ def round_laws(
         np.stack([processed(pair.target[k, v].double().numpy(), params) for v in range(vocab)])
         for k in range(gamma + 1)
     ]
+    commits = commit_laws(code, pair, anchor, params, blocks)
     law = np.zeros((len(blocks.tokens), gamma + 1, *[vocab] * (gamma + 1)))
-    for verify_len in range(gamma + 1):
-        bounds = _accept_bounds(code, pair, anchor, params, blocks, verify_len)
-        for accepts in product((True, False), repeat=verify_len):
-            chance = np.where(accepts, bounds, 1 - bounds).prod(axis=1)
-            if not chance.any():
-                continue
-            draws = np.where(accepts, bounds / 2, (1 + bounds) / 2)
-            run = _verifier(code, pair, anchor, params, blocks, verify_len, vocab - 1)
-            accepted, next_law = _next_token_law(run, draws, vocab)
-            for path, token in product(np.flatnonzero(chance), range(vocab)):
-                count, tail = accepted[path], np.ones(())
-                for k in range(count + 1, gamma + 1):
-                    tail = tail[..., None] * (rest[k][token] if k == count + 1 else rest[k])
-                index = (path, verify_len, *blocks.tokens[path, :count], token)
-                law[index] += chance[path] * next_law[path, token] * tail
+    for path, verify_len, count, token in np.argwhere(commits):
+        tail = np.ones(())
+        for k in range(count + 1, gamma + 1):
+            tail = tail[..., None] * (rest[k][token] if k == count + 1 else rest[k])
+        index = (path, verify_len, *blocks.tokens[path, :count], token)
+        law[index] += commits[path, verify_len, count, token] * tail
     return law
 
 

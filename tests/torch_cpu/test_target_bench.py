@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engine import bench, bench_command, breakdown, round_bench, target_engine
+from actors.engine import bench, bench_command, breakdown, round_bench, step_profile, target_engine
 from actors.engine.target_engine import load_engine
 from configs.schema import ClusterConfig
 from tests.torch_cpu.rank_engines import TAPS, real_drafter, write_tiny_llama
@@ -39,28 +39,6 @@ def test_plain_decoding_is_reported_by_batch_size(config: ClusterConfig) -> None
         parts = report["breakdown_ms"][size]
         assert set(parts) == {"linears", "head", "attention", "norms", "step", "other"}
     assert len(lines) == 5 and "linears" in lines[-1]
-
-
-def test_the_curve_covers_what_a_rank_can_be_asked_for(config: ClusterConfig) -> None:
-    engine = load_engine(config)
-    tokens, requests, seconds = bench.profile_step_times(engine, config)
-    assert len(tokens) == len(requests) == len(seconds) == len(bench.profile_points(config))
-    assert (tokens[:-1] <= tokens[1:]).all() and (seconds > 0).all()
-    assert tokens.min() == 1 and tokens.max() <= 24
-    assert set(requests.tolist()) == {1, 2, 4, 6}
-    assert ((tokens % requests) == 0).all()
-
-
-def test_a_machine_too_slow_for_the_whole_curve_gets_its_corners(
-    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(bench, "PROFILE_BUDGET_S", 0.0)
-    tokens, _, _ = bench.profile_step_times(load_engine(config), config)
-    assert len(tokens) == bench.MIN_PROFILE_POINTS
-    assert "measured in" in caplog.text
-    corners = [(1, 1), (1, 6), (6, 1)]  # (6, 6) is more than a step of this rank may hold
-    assert bench.profile_points(config)[:3] == corners
-    assert {1, 6} <= set(tokens.tolist())
 
 
 class CountingTimer:
@@ -160,7 +138,7 @@ def test_the_command_names_what_can_be_combined(capsys: pytest.CaptureFixture[st
 def test_the_command_measures_every_combination(
     oracle_models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "PROFILE_BUDGET_S", 0.0)
+    monkeypatch.setattr(step_profile, "QUICK_BUDGET_S", 0.0)
     path = str(oracle_models / "llama")
     settings = ["model.max_model_len=256", "target.kv_cache_tokens=1024", "model.drafter=null"]
     given = [part for setting in (f"model.path={path}", *settings) for part in ("--set", setting)]

@@ -1,0 +1,64 @@
+"""The cost curve a rank has measured of itself: what it decides by, and what it tells the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from actors.core.messages import Endpoint, RankProfile
+from actors.core.sps import FLAT_RATIO, CostCurve, CurveError, RankTimes, draft_times_at
+
+StepTimes = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Batch tokens [G], requests [G] and median seconds [G] of complete steps."""
+
+
+class OwnProfile:
+    """Keeps `times` on the newest curve.
+
+    Attributes:
+        message: for the allocator.
+        problem: why no budget is searched over this curve, and what to do; empty when it is good. The rank then
+            verifies what is more likely accepted than not: never everything, and never without saying so.
+    """
+
+    def __init__(
+        self, rank: Endpoint, identity: str, measured: StepTimes, gamma: int, times: RankTimes
+    ) -> None:
+        batch_tokens, num_requests, step_time_s = measured
+        self._times = times
+        self._learn(
+            RankProfile(
+                rank=rank,
+                identity=identity,
+                batch_tokens=batch_tokens.astype(np.int32),
+                num_requests=num_requests.astype(np.int32),
+                step_time_s=step_time_s.astype(np.float64),
+                draft_time_s=np.zeros(len(batch_tokens)),
+                gamma=gamma,
+            )
+        )
+
+    def take_draft_times(self, measured: Sequence[tuple[int, float]]) -> None:
+        """The rank's drafter has changed: (requests, seconds) of drafting, at least one, ascending."""
+        sizes, seconds = zip(*measured, strict=True)
+        draft_time_s = draft_times_at(self.message.num_requests, sizes, seconds)
+        self._learn(replace(self.message, draft_time_s=draft_time_s))
+
+    def _learn(self, message: RankProfile) -> None:
+        self.message = message
+        self.problem = ""
+        try:
+            curve = CostCurve.of(message)
+        except CurveError as error:
+            self.problem = f"the measured cost curve is refused: {error}"
+            return
+        self._times.measured(curve)
+        if curve.is_flat:
+            self.problem = (
+                f"the measured cost curve is flat ({curve.batch_tokens[0]:.0f} to {curve.batch_tokens[-1]:.0f} tokens "
+                f"cost the same within {FLAT_RATIO - 1:.0%}): it says nothing of what a token costs and is not used; "
+                "raise target.max_batch_tokens, or measure again with `dspark profile --refresh`"
+            )
