@@ -1,4 +1,4 @@
-"""Joint budgets on a real cluster of scripted engines: they follow the load, and outlive their allocator's process."""
+"""Joint budgets on a real cluster of scripted engines, and streams that outlive the process of their allocator."""
 
 from __future__ import annotations
 
