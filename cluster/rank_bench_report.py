@@ -55,17 +55,21 @@ class Phase:
 
 
 def reports_to_follow(before: Phase, after: Phase, rank: str) -> int | None:
-    """Reports of a rank, from the first that shows its new load, until a budget is nearer to the new median than to
-    the old one: 1 when the very first of them brought it. None when that never happened."""
-    old = median(record.budget.max_draft_tokens for record in before.steady(rank))
-    new = median(record.budget.max_draft_tokens for record in after.steady(rank))
+    """Reports of a rank, from the first that shows its new load, until its budget a request is nearer to the new median
+    than to the old one: 1 when the very first of them brought it. None when that never happened."""
+    old = median(_per_request(record) for record in before.steady(rank))
+    new = median(_per_request(record) for record in after.steady(rank))
     own, full = after.of(rank), after.steady(rank)
     seen = own[own.index(full[0]) :]
     for count, record in enumerate(seen, start=1):
-        budget = record.budget.max_draft_tokens
-        if abs(budget - new) <= abs(budget - old):
+        budget = _per_request(record)
+        if abs(budget - new) < abs(budget - old):
             return count
     return None
+
+
+def _per_request(record: BudgetRecord) -> float:
+    return record.budget.max_draft_tokens / max(record.num_requests, 1)
 
 
 def summary(phases: Sequence[Phase], policy: str) -> dict[str, Any]:
@@ -115,6 +119,7 @@ def _medians(records: Sequence[BudgetRecord]) -> dict[str, float]:
     return {
         "requests": median(record.num_requests for record in records),
         "budget": median(record.budget.max_draft_tokens for record in records),
+        "budget_per_request": round(median(_per_request(record) for record in records), 3),
         "price": round(median(record.budget.min_survival for record in records), 4),
         "used": median(record.budget_used for record in records),
         "step_time_s": round(median(record.step_time_s for record in records), 4),

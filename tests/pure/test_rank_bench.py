@@ -90,10 +90,11 @@ def test_budgets_that_are_alike_do_not_count_as_differing() -> None:
     same = [phase(name, flat) for name in ("before", "switched", "drill")]
     report = summary(same, "lagged")
     assert report["budgets_differ"] is False and report["holds"] is False
+    assert report["reports_to_follow"] == dict.fromkeys(RANKS), "there was nothing to follow"
 
 
 def test_reports_are_counted_from_the_first_that_shows_the_new_load() -> None:
-    late = [(2, 6), (2, 7), (2, 10), (2, 10), (2, 10), (2, 10)]
+    late = [(2, 2), (2, 4), (2, 10), (2, 10), (2, 10), (2, 10)]
     slow = phase("switched", {"target-0": late, "target-1": [(8, 6)] * 3})
     assert reports_to_follow(BEFORE, slow, "target-0") == 3
     report = summary([BEFORE, slow, DRILL], "joint")
