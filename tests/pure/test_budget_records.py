@@ -28,7 +28,6 @@ def test_budgets_are_counted_by_rule_and_what_could_not_be_planned_is_a_fallback
     assert (last.budget.based_on_step, last.num_requests, last.at) == (3, 3, 5.0)
     loads = {load.rank: load for load in allocator.load_view(5.0).ranks}
     assert loads["rank-0"].budget == last.budget
-    assert loads["rank-0"].prediction_error is None
 
 
 def test_a_step_without_any_block_plans_nothing_and_takes_no_budget_back() -> None:
