@@ -53,14 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--timeout", type=float, default=90.0, help="seconds to wait (default 90)")
     _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
 
-    chat = _add(commands, "chat", "cluster.chat:chat", "talk to the model", json=False)
-    _add_endpoint(chat)
-    chat.add_argument("--system", help="system prompt")
-    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
-    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default 512)")
-    chat.add_argument("--seed", type=int, help="same seed, same answer")
-    chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
-
+    _add_chat(commands)
     _add_explain(commands)
     _add_profile(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
@@ -94,6 +87,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--few", type=int, default=2, help="streams on each other (default 2)")
     bench.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
     bench.add_argument("--out", default="", metavar="DIR", help="folder for the plot")
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    chat = _add(commands, "chat", "cluster.chat:chat", "talk to the model", json=False)
+    _add_endpoint(chat)
+    chat.add_argument("--system", help="system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default 512)")
+    chat.add_argument("--seed", type=int, help="same seed, same answer")
+    chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -107,8 +107,7 @@ class Allocator:
         budget_ttl_steps: steps after its first one in which a budget may still be used.
         max_report_age_s: a rank silent for longer gets no budget.
         expected_identity: refuse curves of another model, device or topology; None accepts any.
-        num_by_rule: budgets published, by the rule behind them.
-        records: of the last budgets, oldest first.
+        num_by_rule, records: budgets published, by the rule behind them; and the last of them, oldest first.
     """
 
     policy: PolicyName = "lagged"
@@ -118,9 +117,9 @@ class Allocator:
     expected_identity: str | None = None
     solver: BudgetSolver = field(default_factory=EachAlone)
     num_stale_reports: int = 0
+    num_refused_curves: int = 0
     num_by_rule: Counter[str] = field(default_factory=Counter)
     records: deque[BudgetRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
-    num_refused_curves: int = 0
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     # Incarnations that are over (None), or were forgotten and may come back.
     _retired: dict[tuple[str, str], _Rank | None] = field(default_factory=dict)

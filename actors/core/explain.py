@@ -142,8 +142,7 @@ class LogShelf:
     def end(self, log: RequestLog) -> None:
         """Its request is over: the log stays until newer ones need the room."""
         log.has_ended = True
-        if self._live.get(log.request_id) is log:
-            del self._live[log.request_id]
+        del self._live[log.request_id]  # a later generation opens its own after this one has ended
         self._ended[log.request_id, log.generation] = log
         self._num_ended_rounds += len(log.rounds)
         while len(self._ended) > KEPT_ENDED_LOGS or self._num_ended_rounds > KEPT_ENDED_ROUNDS:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.capacity import Allocator, LocalPolicy
+from actors.core.capacity import Allocator, BudgetSolver, EachAlone
+from actors.core.classes import ClassPrices
+from actors.core.local_policy import LocalPolicy
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport, VerifyBudget
 from actors.core.prefix_scheduler import allocate
+from actors.core.service_class import ClassAllocation, ServiceClass
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import StepFacts, VerifyDecider
 from tests.torch_cpu.exact_steps import StepRows
@@ -79,49 +82,74 @@ class LocalPlanner:
 
 
 class AllocatorPlanner:
-    """Budgets of the allocator from reports two steps old. With `joint` each request is on a rank of its own, and both
-    ranks are one group; else both are on one rank."""
+    """Budgets of the allocator from reports two steps old.
 
-    def __init__(self, curve: CostCurve, *, joint: bool) -> None:
-        self._curve, self._joint = curve, joint
+    Args:
+        num_ranks: one: both requests are on one rank; two: each is on a rank of its own.
+        joint: the ranks are planned as one group, else each by itself.
+        classes: of the first and the second request; they weigh in the plan and on the rank.
+    """
+
+    def __init__(
+        self,
+        curve: CostCurve,
+        num_ranks: int = 1,
+        *,
+        joint: bool = False,
+        classes: Sequence[ServiceClass] = (),
+    ) -> None:
+        self._curve, self._num_ranks, self._joint = curve, num_ranks, joint
+        self._classes = tuple(classes)
         self._budgets: dict[Hashable, tuple[VerifyBudget, ...]] = {}
         self._lens: dict[Hashable, Int32] = {}
 
     def rank_of(self, request: int) -> str:
-        return RANKS[request] if self._joint else RANKS[0]
+        return RANKS[request % self._num_ranks]
 
     def memory(self, rows: StepRows, before: Hashable) -> Hashable:
         key = (rows.requests, rows.survivals.tobytes(), rows.num_prefill_tokens)
         if key not in self._budgets:
             self._budgets[key] = self._plan(rows)
         # The numbers of the steps are the only difference between plans made at different times.
-        return tuple((b.rank, b.max_draft_tokens, b.min_survival) for b in self._budgets[key])
+        fresh = {
+            b.rank: (b.max_draft_tokens, b.min_survival, b.class_weights)
+            for b in self._budgets[key]
+        }
+        # A rank that gets no new budget goes on under its last one.
+        assert before is None or isinstance(before, tuple)
+        return tuple(sorted({**dict(before or ()), **fresh}.items())) or None
+
+    def _solver(self) -> BudgetSolver:
+        if not self._joint:
+            return EachAlone()
+        prices = ClassPrices(self._classes) if self._classes else None
+        return JointSolver([list(RANKS[: self._num_ranks])], prices=prices)
 
     def _plan(self, rows: StepRows) -> tuple[VerifyBudget, ...]:
-        brain = Allocator(solver=JointSolver([list(RANKS)])) if self._joint else Allocator()
+        brain = Allocator(solver=self._solver())
         points = self._curve.batch_tokens.astype(np.int32)
         no_time, none = np.zeros(len(points)), np.zeros(rows.survivals.shape[1], np.int64)
-        for name in sorted({self.rank_of(request) for request in (0, 1)}):
+        for name in RANKS[: self._num_ranks]:
             rank = Endpoint(name, "target", "", "", "1")
             times = self._curve.step_time_s
             brain.fold(RankProfile(rank, "", points, points, times, no_time, len(none)), 0.0)
-            mine = [
-                row for row, request in enumerate(rows.requests) if self.rank_of(request) == name
-            ]
+            mine = self._mine(name, rows)
             prefill = rows.num_prefill_tokens
             counts = (len(mine), prefill, len(mine) + prefill, 0)
             report = (1.0, 0.0, *counts, rows.survivals[mine], none, none, none, 0, 0, 0, 0, "", 0)
-            brain.fold(StepReport(rank, rows.step, *report), 0.0)
+            ids = np.array([rows.requests[row] for row in mine], np.int32)
+            brain.fold(StepReport(rank, rows.step, *report, class_ids=ids), 0.0)
         return tuple(brain.budgets(0.0))
+
+    def _mine(self, name: str, rows: StepRows) -> list[int]:
+        return [row for row, request in enumerate(rows.requests) if self.rank_of(request) == name]
 
     def verify_len(self, memory: Hashable, rows: StepRows) -> Int32:
         key = (memory, rows.key)
         if key not in self._lens:
             lens = np.zeros(len(rows.requests), np.int32)
             for name in {self.rank_of(request) for request in rows.requests}:
-                mine = [
-                    r for r, request in enumerate(rows.requests) if self.rank_of(request) == name
-                ]
+                mine = self._mine(name, rows)
                 lens[mine] = self._decide(name, memory, rows, mine)
             self._lens[key] = lens
         return self._lens[key]
@@ -129,23 +157,22 @@ class AllocatorPlanner:
     def _decide(self, name: str, memory: Hashable, rows: StepRows, mine: list[int]) -> Int32:
         policy = LocalPolicy("lagged")
         policy.times.measured(self._curve)
-        decider = VerifyDecider(name, "1", policy, allocate)
+        weighed = ClassAllocation(self._classes) if self._classes else None
+        decider = VerifyDecider(name, "1", policy, allocate, classes=weighed)
         assert memory is None or isinstance(memory, tuple)
-        for rank, most, price in memory or ():
+        for rank, (most, price, weights) in memory or ():
             if rank == name:
-                step = rows.step
-                decider.budgets.offer(
-                    VerifyBudget(name, "1", step - LAG, step, step, most, price), step
-                )
-        ids = tuple(str(rows.requests[row]) for row in mine)
-        prefill = rows.num_prefill_tokens
+                steps = (rows.step - LAG, rows.step, rows.step)
+                budget = VerifyBudget(name, "1", *steps, most, price, class_weights=weights)
+                decider.budgets.offer(budget, rows.step)
         return decider.decide(
             rows.step,
-            ids,
+            tuple(str(rows.requests[row]) for row in mine),
             rows.survivals[mine],
             rows.caps[mine],
             rows.has_draft[mine],
             ROOM,
-            prefill,
+            rows.num_prefill_tokens,
             0,
+            class_ids=np.array([rows.requests[row] for row in mine], np.int32),
         ).verify_len

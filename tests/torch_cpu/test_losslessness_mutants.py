@@ -50,6 +50,12 @@ class Break:
 BREAKS = {
     "residual without clamp": Break(reference, ".clamp_(min=0)\n", "\n"),
     "residual left out": Break(reference, "weights = _residual(weights, accepted, group)", "pass"),
+    "residual without renormalisation": Break(
+        reference,
+        "torch.searchsorted(cumulated, (u * cumulated[:, -1])[:, None], right=True)[:, 0]",
+        "torch.searchsorted(cumulated, u[:, None].contiguous(), right=True)[:, 0]"
+        ".clamp(max=weights.shape[-1] - 1)",
+    ),
     "residual of the first slot": Break(
         reference,
         "slot = accepted.clamp(max=group.draft_token_ids.shape[1] - 1)",
@@ -163,6 +169,22 @@ def test_ties_broken_by_what_comes_later_are_caught() -> None:
 
         found = law_error([appendix_a(), appendix_a()], [PLAIN, PLAIN], one_token, draft_top_k=2)
         assert (found > CAUGHT) == caught
+
+
+def test_a_price_held_against_the_next_slot_is_caught() -> None:
+    """Slot k sent because slot k + 1 looks good: a_2 tells x_1."""
+    broken = mutant(
+        prefix_scheduler,
+        "eligible = (survivals >= min_survival) & (position < np.asarray(caps)[:, None])",
+        "eligible = (survivals[:, [1, 1]] >= min_survival) & (position < np.asarray(caps)[:, None])",
+    )
+    for module, share in ((prefix_scheduler, 0.7), (broken, 0.85)):
+        allocate = module.allocate
+
+        def priced(survival, allocate=allocate):  # type: ignore[no-untyped-def]
+            return allocate(survival, 99, 0.5, np.full(len(survival), 2))
+
+        assert first_token_law(priced) == pytest.approx(share, abs=1e-9)
 
 
 def _facts(survival):  # type: ignore[no-untyped-def]

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.core.capacity import LocalPolicy
+from actors.core.local_policy import LocalPolicy
 from actors.core.prefix_scheduler import allocate, search
+from actors.core.service_class import ServiceClass
 from tests.torch_cpu.exact_law import Code, total_variation
 from tests.torch_cpu.exact_steps import Events, Planner, StepRows, Streams, joint_law
 from tests.torch_cpu.planners import AllocatorPlanner, LocalPlanner
@@ -26,6 +27,7 @@ from tests.torch_cpu.tiny_pair import TinyPair
 # Found by trying: with these, what was seen two steps ago changes the lengths of nearly every step.
 CURVE = curve([1.0, 1.3, 1.6, 2.1, 2.6, 2.62, 3.12, 3.42, 3.92], gamma=2)
 CONFIDENCE = {21: [[0.46, 0.87], [0.51, 0.21]], 22: [[0.87, 0.83], [0.22, 0.88]]}
+CLASSES = (ServiceClass("a", weight=0.7), ServiceClass("b"))
 PREFILL = 2
 
 PLANNERS: dict[str, Callable[[], Planner]] = {
@@ -38,8 +40,9 @@ PLANNERS: dict[str, Callable[[], Planner]] = {
     "lagged, decided locally": lambda: LocalPlanner(
         lambda: LocalPolicy("lagged"), CURVE, (0, PREFILL)
     ),
-    "lagged, by the allocator": lambda: AllocatorPlanner(CURVE, joint=False),
-    "joint": lambda: AllocatorPlanner(CURVE, joint=True),
+    "lagged, by the allocator": lambda: AllocatorPlanner(CURVE),
+    "joint": lambda: AllocatorPlanner(CURVE, 2, joint=True),
+    "joint, with classes": lambda: AllocatorPlanner(CURVE, joint=True, classes=CLASSES),
 }
 TOGETHER = Events()
 EVENTS = Events(joins=(0, 1), late=frozenset({(0, 1)}), prefill={2: PREFILL, 3: PREFILL})
@@ -75,7 +78,7 @@ def test_requests_of_different_laws_share_the_steps(name: str) -> None:
     assert law_error(PLANNERS[name](), both, TOGETHER) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["lagged, decided locally", "lagged, by the allocator", "joint"])
+@pytest.mark.parametrize("name", list(PLANNERS)[-4:])
 def test_the_streams_do_exercise_budgets_that_depend_on_older_steps(name: str) -> None:
     """Otherwise the tests above would show nothing about them."""
     planner = PLANNERS[name]()

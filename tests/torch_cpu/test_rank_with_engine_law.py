@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from actors.core import rank as rank_module
 from actors.core.layout import StepPlan, StepResult
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CommitBatch, ProposalBatch, RankProfile
@@ -20,6 +21,7 @@ from actors.core.verify_decision import StepFacts, VerifyChoice
 from kernels.rejection import verify, verify_batch
 from tests.pure.rank_harness import RANK, Session, admitted, make_rank
 from tests.pure.scripted_drafter import DRAFTER
+from tests.torch_cpu.mutation import mutant
 
 V, GAMMA, NUM_NEW, ANCHOR = 3, 2, 3, 0
 P_AFTER = np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.45, 0.1, 0.45]])
@@ -76,34 +78,35 @@ class TableDrafter:
         )
 
 
-def law_of_streams() -> npt.NDArray[np.float64]:
-    """[V ** NUM_NEW] exact probabilities of the outputs after the prompt."""
+def law_of_streams(num_new: int) -> npt.NDArray[np.float64]:
+    """[V ** num_new] exact probabilities of the outputs after the prompt."""
     law = P_AFTER[ANCHOR]
-    for _ in range(NUM_NEW - 1):
+    for _ in range(num_new - 1):
         law = (law[:, None] * P_AFTER[np.arange(len(law)) % V]).ravel()
     return law
 
 
-def streams_of(rank: Rank, seed: int) -> npt.NDArray[np.float64]:
-    """[V ** NUM_NEW] how often each output came."""
+def streams_of(
+    rank: Rank, seed: int, drafter: TableDrafter | None = None, num_new: int = NUM_NEW
+) -> npt.NDArray[np.float64]:
+    """[V ** num_new] how often each output came."""
     rng = np.random.default_rng(seed)
-    session = Session(rank, target=TableTarget(), drafter=TableDrafter(seed))
-    counts = np.zeros(V**NUM_NEW)
+    session = Session(rank, target=TableTarget(), drafter=drafter or TableDrafter(seed))
+    counts = np.zeros((V,) * num_new)
     for start in range(0, NUM_STREAMS, 60):
         for i in range(start, start + 60):
             key = int(rng.integers(0, 2**63))
-            message = admitted(str(i), [ANCHOR], NUM_NEW)
+            message = admitted(str(i), [ANCHOR], num_new)
             session.submit(replace(message, sampling=SamplingParams(noise_key=key)))
         session.run()
         for i in range(start, start + 60):
-            first, second, third = session.streams.pop(str(i)).tokens
-            counts[(first * V + second) * V + third] += 1
+            counts[tuple(session.streams.pop(str(i)).tokens)] += 1
     assert rank.check_idle() == []
-    return counts
+    return counts.ravel()
 
 
 def chi_squared(counts: npt.NDArray[np.float64]) -> float:
-    expected = law_of_streams() * counts.sum()
+    expected = law_of_streams(round(np.log(counts.size) / np.log(V))) * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -153,3 +156,24 @@ class LooksAhead:
 
 def test_a_policy_that_looks_ahead_is_found_out() -> None:
     assert chi_squared(streams_of(small_rank(LooksAhead()), seed=1)) > 2 * LIMIT
+
+
+class OneBlockDrafter(TableDrafter):
+    """Proposes one block a stream, right after its first token, and never another."""
+
+    def advance(self, commit: CommitBatch) -> ProposalBatch | None:
+        first = commit.committed_lens == 2
+        return super().advance(replace(commit, wants_block=commit.wants_block & first))
+
+
+def test_a_block_that_was_judged_once_is_never_judged_again() -> None:
+    """Its tokens are no fresh draws any more: that x_1 was refused says which token it is."""
+    line = "table.wants_draft[rounds] = table.has_draft[rounds] = table.is_unasked[rounds] = False"
+    reusing = mutant(rank_module, line, line.replace(" = table.has_draft[rounds]", ""))
+    for module, is_found_out in ((rank_module, False), (reusing, True)):
+        plain = small_rank(LocalPolicy("static_length", static_length=2))
+        rank = module.Rank(plain.endpoint, plain.limits, plain.decider)
+        # Four tokens: the first comes from the prompt, and a block can be refused and offered again before the last.
+        counts = streams_of(rank, seed=3, drafter=OneBlockDrafter(3), num_new=4)
+        chi2 = chi_squared(counts)
+        assert chi2 > 3 * LIMIT if is_found_out else chi2 < 2 * LIMIT  # 80 degrees of freedom
