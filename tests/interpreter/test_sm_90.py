@@ -70,18 +70,6 @@ sys.stdout.write("\\n".join(made.narrow_products))
             "load * 16",
         ),
         (
-            "attention.attend_kernel",
-            "kv_head.to(tl.int64) * head_slots",
-            "kv_head * head_slots",
-            "program_id_y * head_slots",
-        ),
-        (
-            "attention.join_splits_kernel",
-            "tl.cast(split, tl.int64) * num_tokens",
-            "split * num_tokens",
-            "split * num_tokens",
-        ),
-        (
             "rope_store.rope_store_kernel",
             "(head - HEADS).to(tl.int64) * num_slots",
             "(head - HEADS) * num_slots",
@@ -92,12 +80,6 @@ sys.stdout.write("\\n".join(made.narrow_products))
             "copy = tl.program_id(0).to(tl.int64)",
             "copy = tl.program_id(0)",
             "program_id_x * width",
-        ),
-        (
-            "acceptance.probs_kernel",
-            "row = tl.program_id(0).to(tl.int64)\n    token = tl.program_id(1)",
-            "row = tl.program_id(0)\n    token = tl.program_id(1)",
-            "program_id_x * vocab",
         ),
     ],
 )

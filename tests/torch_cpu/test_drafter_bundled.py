@@ -50,7 +50,7 @@ def test_it_serves_beside_its_target() -> None:
     engine = load_engine(DRAFTER, gguf_import.ensure_smollm2(), DrafterOptions("bundled", gamma=5))
     assert engine.spec.gamma == 5
     assert engine.spec.feature_dim == len(engine.spec.tap_layer_ids) * 576
-    assert bool((engine.temperatures > 0).all())
+    assert bool((engine.drafter.temperatures > 0).all())
 
 
 def test_greedy_text_is_accepted(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class BlockDrafter:
         self, model: PackedBackbone, gamma: int, draft_top_k: int, temperatures: Tensor
     ) -> None:
         self.model, self.gamma, self.draft_top_k = model, gamma, draft_top_k
-        self._temperatures = temperatures
+        self.temperatures = temperatures
 
     def __call__(
         self, anchor_ids: Tensor, anchors: Tensor, sampling: DraftSampling, attend: Attend
@@ -58,5 +58,5 @@ class BlockDrafter:
         if logits is None:  # no head: nothing is known, so nothing is trimmed for it
             confidences = torch.ones(hidden.shape[:2], device=hidden.device)
         else:
-            confidences = torch.sigmoid(logits / self._temperatures)
+            confidences = torch.sigmoid(logits / self.temperatures)
         return DraftedBlock(block.draft_token_ids, confidences, block.q_ids, block.q_probs)
