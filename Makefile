@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 ARGS ?=
+PRESET ?=
 
 GROUPS := architecture pure torch_cpu interpreter ray_local http
 export PYTHONUNBUFFERED := 1
@@ -14,7 +15,7 @@ export PYTHONUNBUFFERED := 1
 .PHONY: help setup serve test lint format oracle load clean
 
 help:
-	@echo "make serve         start the cluster in the foreground (ARGS='--config single-node-gpu')"
+	@echo "make serve         start the cluster in the foreground (PRESET=laptop-moe, ARGS='--set ingress.port=9000')"
 	@echo "make test          lint, types, floors, then every test that needs no GPU"
 	@echo "make load          a short Locust run against a cluster of its own (ARGS='--peak 16 --seconds 60')"
 	@echo "make lint          ruff, mypy and import-linter alone"
@@ -63,7 +64,7 @@ setup: .venv/.ready
 oracle: .oracle/.ready
 
 serve: .venv/.runtime
-	@exec $(BIN)/dspark serve $(ARGS)
+	@exec $(BIN)/dspark serve $(if $(PRESET),--config $(PRESET)) $(ARGS)
 
 load: .venv/.runtime .load/.ready
 	@.load/bin/python -m load_tests --check --min-streams 4 $(ARGS)

@@ -27,7 +27,9 @@ from actors.link.local import Frames
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Phase = Literal["starting", "loading", "measuring", "ready", "draining", "stopped", "failed"]
+Phase = Literal[
+    "starting", "loading", "forming", "measuring", "ready", "draining", "stopped", "failed"
+]
 
 FAILED_START_VISIBLE_S = 3.0  # so that the starter can read the cause before Ray tries again
 CONTROL_TIMEOUT_S = 30.0
@@ -43,6 +45,7 @@ class Seat:
     host: str | None = None  # address the link listens on; None: this node's
     num_threads: int = 1
     namespace: str = "dspark"
+    rank: int = 0  # of a target: its number in the cluster
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Description:
     node_ip: str
     warning: str = ""  # a promise that does not hold here
     integrity_problems: tuple[str, ...] = ()  # of the last check of an idle rank
+    offer: str = ""  # host:port of the store of a process that waits to be put into a group
+    waited_s: float = 0.0  # in a collective of its group: how long others have held it up
 
 
 class Shell:
@@ -143,6 +148,19 @@ class Shell:
     def draft_times(self) -> tuple[tuple[int, float], ...]:
         return ()
 
+    @property
+    def host(self) -> str:
+        """The address others reach this process at."""
+        return self.seat.host or _node_ip()
+
+    @property
+    def offer(self) -> str:
+        return ""
+
+    @property
+    def waited_s(self) -> float:
+        return 0.0
+
     def enter(self, phase: Phase, detail: str = "") -> None:
         self._phase, self._detail = phase, detail
         self._last_turn = time.monotonic()
@@ -155,9 +173,13 @@ class Shell:
     def _live(self) -> None:
         try:
             own_actor = f"{self.seat.namespace}/{self.seat.name}"
-            host = self.seat.host or _node_ip()
             self.link = open_link(
-                self._link_kind, self.seat.name, self.role, self.seat.membership, host, own_actor
+                self._link_kind,
+                self.seat.name,
+                self.role,
+                self.seat.membership,
+                self.host,
+                own_actor,
             )
             self.enter("ready", self.prepare())
             while not self._stopping.is_set():
@@ -226,6 +248,8 @@ class Shell:
             node_ip=_node_ip(),
             warning=self.warning,
             integrity_problems=self.integrity_problems,
+            offer=self.offer,
+            waited_s=self.waited_s,
         )
 
     async def connect(self, peers: Peers) -> None:

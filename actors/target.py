@@ -9,19 +9,25 @@ from dataclasses import asdict
 from typing import Any
 
 from actors import tracing
-from actors.core.admission import RankLimits
 from actors.core.layout import StepPlan
-from actors.core.local_policy import LocalPolicy
+from actors.core.lockstep import Formation
 from actors.core.messages import CloseDraft, RankProfile
-from actors.core.own_profile import OwnProfile, StepTimes
-from actors.core.prefix_scheduler import allocate
+from actors.core.own_profile import OwnProfile
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.rank_report import rank_stats
-from actors.core.service_class import ClassAllocation, classes_of
 from actors.engine.base import TargetEngine, TargetSpec
+from actors.group_member import GroupMember
 from actors.link import Role
+from actors.rank_start import (
+    MeasureSteps,
+    decider_of,
+    gamma_of,
+    limits_of,
+    measured_times,
+    policy_of,
+    rows_are_invariant,
+)
 from actors.shell import Peers, Seat, Shell
-from actors.timing import TimedDecider
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -30,7 +36,6 @@ IDLE_TURN_S = 1.0  # reservations that nobody used expire in the meantime
 MAX_FAILURES_IN_A_ROW = 3
 
 TargetEngineFactory = Callable[[ClusterConfig, Seat], TargetEngine]
-MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
 
 
 class TargetActor(Shell):
@@ -60,10 +65,8 @@ class TargetActor(Shell):
         self._engine: TargetEngine
         self._rank: Rank
         self._spec: TargetSpec | None = None
-        policy = config.policy
-        self._policy = LocalPolicy(
-            policy.name, policy.static_length, policy.static_threshold, policy.min_predicted_gain
-        )
+        self._policy = policy_of(config)
+        self._member: GroupMember | None = None  # of a group whose ranks step together
         self._profile: OwnProfile | None = None
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
@@ -77,6 +80,14 @@ class TargetActor(Shell):
     def spec(self) -> TargetSpec | None:
         return self._spec
 
+    @property
+    def offer(self) -> str:
+        return self._member.offer if self._member else ""
+
+    @property
+    def waited_s(self) -> float:
+        return self._member.waited_s() if self._member else 0.0
+
     # --- preparing --------------------------------------------------------------------------------------------------
 
     def prepare(self) -> str:
@@ -84,41 +95,30 @@ class TargetActor(Shell):
         self.enter("loading", config.model.path)
         with tracing.span(tracing.SPAN_LOAD, {tracing.ATTR_RANK: self.seat.name}):
             self._engine = self._engine_factory(config, self.seat)
+        if config.target.group_size > 1:
+            self._meet_group()
         note = self._check_rows() if config.model.numerics == "reproducible" else ""
         self.enter("measuring", "step times")
-        measured = self._measure_steps(self._engine, config)
-        spec, gamma = self._engine.spec, config.drafter.gamma if config.model.drafter else 0
-        self._profile = OwnProfile(
-            self.link.endpoint, spec.identity, measured, gamma, self._policy.times
-        )
+        spec, endpoint = self._engine.spec, self.link.endpoint
+        measured = measured_times(self._engine, config, self._measure_steps, self._member)
+        times = self._policy.times
+        self._profile = OwnProfile(endpoint, spec.identity, measured, gamma_of(config), times)
         if self._profile.problem:
             self._warn(self._profile.problem)
-        limits = RankLimits(
-            num_blocks=spec.num_blocks,
-            block_size=spec.block_size,
-            max_model_len=spec.max_model_len,
-            vocab_size=spec.vocab_size,
-            max_running=config.target.max_running,
-            max_waiting=config.target.max_waiting,
-            max_batch_tokens=config.target.max_batch_tokens,
-            gamma=gamma,
-            max_wait_s=config.drafter.max_wait_ms / 1000,
-            explain_rounds=config.policy.explain_rounds,
-        )
-        endpoint = self.link.endpoint
-        policy = self._policy
-        classes = classes_of(config.policy)
-        weighed = ClassAllocation(classes) if classes else None
-        self._decider = TimedDecider(
-            endpoint.name, endpoint.epoch, policy, allocate, policy.drafting, weighed
-        )
+        limits = limits_of(spec, config)
+        self._decider = decider_of(endpoint, config, self._policy)
         self._rank = Rank(endpoint, limits, self._decider)
         self._spec = spec
         return note
 
+    def _meet_group(self) -> None:
+        self._member = GroupMember(self._engine, self._config, self.host, self._fail)
+        self.enter("forming", f"group of {self._config.target.group_size}")
+        self._member.meet(self._stopping.is_set)
+
     def _check_rows(self) -> str:
         self.enter("measuring", "row invariance")
-        self._is_row_invariant = self._engine.check_row_invariance()
+        self._is_row_invariant = rows_are_invariant(self._engine, self._member)
         if self._is_row_invariant:
             return "(a row's result does not depend on its batch)"
         note = (
@@ -148,16 +148,21 @@ class TargetActor(Shell):
                 log.warning("%s: %s is gone, its requests end", self.seat.name, peer.name)
                 self.send_all(rank.abort_ingress(peer.name))
         now = time.monotonic()
-        plan = rank.plan_step(now)
+        is_closed = self._member is not None and self._member.is_closed
+        plan = None if is_closed else rank.plan_step(now)
         if plan is not None:
             self._wait_s = 0.0
             self._is_checked = False
             self._step(plan)
         elif rank.waiting_for_proposals and rank.deadline is not None:
             self._wait_s = max(0.0, rank.deadline - now)
+            if self._member:
+                self._wait_s = self._member.hold(now, rank.deadline, rank.step_time_s)
         else:
             self._wait_s = IDLE_TURN_S
             self._rest()
+            if self._member:
+                self._wait_s = self._member.idle()
 
     def _step(self, plan: StepPlan) -> None:
         rank = self._rank
@@ -172,6 +177,8 @@ class TargetActor(Shell):
             with tracing.span(tracing.SPAN_STEP, attributes):
                 result = self._engine.step(plan)
         except Exception as error:
+            if self._member:  # the group is broken, not the step: its streams go on elsewhere
+                raise
             self._num_engine_failures += 1
             self._failures_in_a_row += 1
             log.exception("%s: step %d failed", self.seat.name, plan.step)
@@ -180,6 +187,8 @@ class TargetActor(Shell):
                 raise
             return
         self._failures_in_a_row = 0
+        if self._member:
+            self._member.stepped()
         step_time_s = time.perf_counter() - started
         self._step_s += step_time_s
         outgoing = rank.apply(plan, result, time.monotonic(), step_time_s)
@@ -244,6 +253,15 @@ class TargetActor(Shell):
 
     # --- control ----------------------------------------------------------------------------------------------------
 
+    def tear_down(self) -> None:
+        if self._member:
+            self._member.leave()
+
+    async def form(self, formation: Formation) -> None:
+        """The supervisor has all ranks of the group together."""
+        if self._member:
+            self._member.receive(formation)
+
     async def drain(self) -> None:
         """Grant no more reservations; what was granted runs to its end."""
         await self.on_loop(self._rank.drain)
@@ -274,5 +292,6 @@ class TargetActor(Shell):
             "idle_problems": list(self.integrity_problems),
             "num_unexpected": self._num_unexpected,
             "num_engine_failures": self._num_engine_failures,
+            "group": self._member.stats() if self._member else None,
             "link": asdict(self.link.counters),
         }

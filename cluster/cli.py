@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from cluster.commands.simulate import add_options as add_simulate_options
+from cluster.commands.upcycle import add_options as add_upcycle_options
 from cluster.console import CommandError, emit_json, note
 from cluster.run_state import DEFAULT_STATE_FILE
 from configs.load import DEFAULT_PRESET, ConfigError, preset_names
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_explain(commands)
     _add_profile(commands)
+    _add_upcycle(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
@@ -119,6 +121,16 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     explain.add_argument("id", help="the `id` of an answer")
     _add_endpoint(explain, model=False)
+
+
+def _add_upcycle(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    upcycle = _add(
+        commands,
+        "upcycle",
+        "cluster.commands.upcycle:upcycle",
+        "make a dense model a mixture of experts",
+    )
+    add_upcycle_options(upcycle)
 
 
 def _add(

@@ -31,7 +31,7 @@ from cluster.app import IngressStartError
 from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import Placement, Slot, plan_placement, thread_environment
 from cluster.ray_session import RaySession, RaySessionError, log_folder
-from cluster.supervisor import Supervisor
+from cluster.supervisor import HANG_AFTER_S, Supervisor
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -184,18 +184,18 @@ def _start_actors(config: ClusterConfig, placement: Placement, host: str | None)
     members += [(slot.name, "drafter") for slot in placement.drafters]
     members += [(slot.name, "target") for slot in placement.targets]
 
-    def seat(name: str, num_threads: int = 1) -> Seat:
-        return Seat(name, membership, host, num_threads, NAMESPACE)
+    def seat(name: str, num_threads: int = 1, rank: int = 0) -> Seat:
+        return Seat(name, membership, host, num_threads, NAMESPACE, rank)
 
-    _start(Supervisor, "supervisor", None, members, membership, host, NAMESPACE)
+    watching = (HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
+    _start(Supervisor, "supervisor", None, members, membership, host, NAMESPACE, *watching)
     _start(AllocatorActor, "allocator", None, seat("allocator"), config)
     for slot in placement.drafters:
         place = seat(slot.name, slot.num_threads)
         _start(DrafterActor, slot.name, slot, place, config, parts.drafter_engine)
-    for slot in placement.targets:
-        place = seat(slot.name, slot.num_threads)
-        engine, measure = parts.target_engine, parts.measure_steps
-        _start(TargetActor, slot.name, slot, place, config, engine, measure)
+    for rank, slot in enumerate(placement.targets):
+        arguments = (seat(slot.name, slot.num_threads, rank), config, parts.target_engine)
+        _start(TargetActor, slot.name, slot, *arguments, parts.measure_steps)
 
 
 def _start(cls: type, name: str, slot: Slot | None, *arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.text import ModelFilesError
+from configs.recipe import read_recipe
 
 BUNDLED = Path(__file__).parents[1] / "configs" / "models"
 _TEXT_FILES = (
@@ -22,6 +23,9 @@ def text_files(path: str) -> Path:
     Raises:
         ModelFilesError: it is none of the three.
     """
+    recipe = read_recipe(path)
+    if recipe is not None:  # an upcycled model speaks as the dense one does
+        return text_files(recipe.dense)
     for candidate in (BUNDLED / path, Path(path)):
         if candidate.is_dir():
             return candidate

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.core.lockstep import group_of
 from actors.core.own_profile import StepTimes
 from actors.drafter import DrafterEngineFactory
 from actors.engine.base import DrafterEngine, TargetEngine
+from actors.rank_start import MeasureSteps
 from actors.shell import Seat
-from actors.target import MeasureSteps, TargetEngineFactory
+from actors.target import TargetEngineFactory
 from cluster.profile_cache import cached_samples
 from configs.schema import ClusterConfig
 
@@ -87,10 +89,14 @@ def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
     """The target with the taps its drafter wants."""
     import torch
 
+    from actors.engine.expert_group import ExpertGroup
     from actors.engine.target_engine import load_engine
 
     torch.set_num_threads(seat.num_threads)
-    return load_engine(config, _tap_layer_ids(config), progress=False)
+    size, group = config.target.group_size, None
+    if size > 1:
+        group = ExpertGroup(group_of(seat.rank, size)[1], size, config.model.device)
+    return load_engine(config, _tap_layer_ids(config), progress=False, group=group)
 
 
 def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:

@@ -29,6 +29,8 @@ class Placement:
     bundles: tuple[dict[str, float], ...]
     targets: tuple[Slot, ...]
     drafters: tuple[Slot, ...]
+    # names of the ranks that step together; none where each is on its own
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_cpus(self) -> float:
@@ -61,7 +63,10 @@ def plan_placement(config: ClusterConfig, cores_per_node: int, num_nodes: int = 
     for bundle in bundles:
         if not bundle:
             bundle["CPU"] = 0.001  # Ray refuses an empty bundle
-    return Placement(tuple(bundles), targets, drafters)
+    names, size = [slot.name for slot in targets], target.group_size
+    starts = range(0, len(names), size) if size > 1 else ()
+    groups = tuple(tuple(names[start : start + size]) for start in starts)
+    return Placement(tuple(bundles), targets, drafters, groups)
 
 
 def plan_threads(config: ClusterConfig, cores_per_node: int, num_nodes: int = 1) -> tuple[int, int]:

@@ -17,6 +17,7 @@ State = Literal["starting", "ready", "draining", "dead"]
 _STATE_OF: dict[Phase, State] = {
     "starting": "starting",
     "loading": "starting",
+    "forming": "starting",
     "measuring": "starting",
     "ready": "ready",
     "draining": "draining",

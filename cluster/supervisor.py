@@ -16,8 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from actors.core.lockstep import GroupBook
 from actors.core.messages import RoutingTable
 from actors.link import Membership, Role
+from actors.shell import Phase
 from cluster.routing import Member, RouteBook
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 2.0
 HANG_AFTER_S = 120.0  # the longest step of a large model, with room
 STATS_TIMEOUT_S = 10.0
+_ALONE: tuple[Phase, ...] = ("starting", "loading", "stopped", "failed")  # holds up nobody
 
 
 class Supervisor:
@@ -37,6 +40,8 @@ class Supervisor:
         host: address links listen on; None: each node's own.
         namespace: where the actors are named.
         hang_after_s: a loop that has not come round for so long stands still, and its process is ended.
+        groups: names of the ranks that step together, rank 0 of each first.
+        silent_after_s: a rank of a group that has not answered for so long holds up the others, and is ended.
     """
 
     def __init__(
@@ -46,9 +51,15 @@ class Supervisor:
         host: str | None,
         namespace: str,
         hang_after_s: float = HANG_AFTER_S,
+        groups: Sequence[tuple[str, ...]] = (),
+        silent_after_s: float = HANG_AFTER_S,
     ) -> None:
         # A later incarnation starts above every version of an earlier one.
-        self._book = RouteBook(members, first_version=int(time.time()))
+        first = int(time.time())
+        self._book = RouteBook(members, first_version=first)
+        self._groups = [GroupBook(tuple(names), epoch=first) for names in groups]
+        self._silent_after_s = silent_after_s
+        self._heard_at: dict[str, float] = {}
         self._membership = membership
         self._host = host
         self._namespace = namespace
@@ -119,6 +130,7 @@ class Supervisor:
                 finally:
                     self._has_asked.set()
                 await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
+                await asyncio.gather(*(self._care_for(group) for group in self._groups))
             except Exception:
                 log.exception("a round of the supervisor failed")
             await asyncio.sleep(max(0.0, started + PING_INTERVAL_S - time.monotonic()))
@@ -136,11 +148,39 @@ class Supervisor:
             self._book.miss(member.name, f"does not answer: {_first_line(error)}", has_ended=False)
         else:
             self._book.hear(description)
+            self._heard_at[member.name] = time.monotonic()
             if member.is_usable and description.turn_age_s > self._hang_after_s:
-                self._kill(member, description.turn_age_s)
+                self._kill(member, f"its loop stood still for {description.turn_age_s:.0f} s")
 
-    def _kill(self, member: Member, age_s: float) -> None:
-        cause = f"its loop stood still for {age_s:.0f} s"
+    async def _care_for(self, group: GroupBook) -> None:
+        """Put a group together as soon as all its ranks wait for that; end a rank that holds up the others."""
+        members = [self._book.members[name] for name in group.members]
+        formations = group.form([_offer(member) for member in members])
+        if formations is not None:
+            log.info("group %s is formed, epoch %d", ", ".join(group.members), formations[0].epoch)
+            calls = [
+                self._ask(member.name, "form", PING_TIMEOUT_S, formation)
+                for member, formation in zip(members, formations, strict=True)
+            ]
+            for member, answer in zip(
+                members, await asyncio.gather(*calls, return_exceptions=True), strict=True
+            ):
+                if isinstance(answer, BaseException):
+                    log.warning("%s was not told of its group: %r", member.name, answer)
+        silent_s = [self._silent_s(member) for member in members]
+        for name in group.held_up(silent_s, self._silent_after_s):
+            del self._heard_at[name]  # the next process has its own time
+            cause = f"it held up its group for {self._silent_after_s:g} s"
+            self._kill(self._book.members[name], cause)
+
+    def _silent_s(self, member: Member) -> float | None:
+        """Seconds since a rank that steps with others last answered."""
+        heard_at = self._heard_at.get(member.name)
+        if member.last is None or heard_at is None or member.last.phase in _ALONE:
+            return None
+        return time.monotonic() - heard_at
+
+    def _kill(self, member: Member, cause: str) -> None:
         log.error("%s: %s; Ray starts it again", member.name, cause)
         self._book.blame(member.name, cause)
         self._num_killed += 1
@@ -161,6 +201,14 @@ class Supervisor:
         return await asyncio.wait_for(getattr(handle, method).remote(*arguments), timeout_s)
 
 
+def _offer(member: Member) -> tuple[str, str] | None:
+    """(incarnation, address of its store) of a rank that waits to be put into its group."""
+    last = member.last
+    if last is None or last.phase != "forming" or not last.offer or member.num_misses:
+        return None
+    return member.endpoint.epoch, last.offer
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
@@ -176,6 +224,7 @@ def _status(member: Member) -> dict[str, Any]:
         "last_failure": member.last_failure,
         "phase": last.phase if last else "starting",
         "detail": last.detail if last else "",
+        "waited_s": last.waited_s if last else 0.0,
         "pid": last.pid if last else 0,
         "node_ip": last.node_ip if last else "",
         "spec": asdict(last.spec) if last and last.spec else None,

@@ -54,6 +54,32 @@ class TargetConfig(Section):
     """Every target rank."""
 
     num_ranks: int = Field(1, ge=1, le=1024, description="Target actors (data parallel replicas).")
+    group_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Ranks that share one copy of the experts and step together (expert parallel); 1 = each has all.",
+    )
+    dispatch: Literal["all_gather", "all_to_all"] = Field(
+        "all_gather",
+        description="How tokens reach experts of other ranks: all_gather = every rank sees all tokens, in fewer "
+        "messages; all_to_all = only the copies an expert needs travel.",
+    )
+    rebalance_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps of a group after which experts are moved to where the load is lower; 0 = never.",
+    )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        description="Copies of hot experts a rank may hold beyond its even share, in experts a layer.",
+    )
+    collective_timeout_s: float = Field(
+        20.0,
+        gt=0,
+        description="Longest a rank waits for its group before the group is formed anew, in seconds.",
+    )
     num_threads: int = Field(
         0, ge=0, description="CPU threads of one rank; 0 = share the node's cores evenly."
     )
@@ -175,6 +201,12 @@ class ClusterConfig(Section):
                 "drafter.gamma",
                 f"one round (gamma + 1 tokens) exceeds target.max_batch_tokens = {target.max_batch_tokens}",
                 f"use at most {target.max_batch_tokens - 1}, or raise target.max_batch_tokens",
+            )
+        if target.num_ranks % target.group_size:
+            yield (
+                "target.group_size",
+                f"target.num_ranks = {target.num_ranks} ranks do not make whole groups of it",
+                "use a divisor of target.num_ranks, or change that",
             )
         usable = target.kv_cache_tokens // target.block_size * target.block_size
         if model.max_model_len > usable:

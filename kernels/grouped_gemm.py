@@ -13,7 +13,7 @@ Expert = Callable[[Tensor], Tensor]
 def grouped_apply(
     rows: Tensor, counts: Sequence[int], experts: Sequence[Expert], min_rows: int = 1
 ) -> Tensor:
-    """Apply experts[e] to its counts[e] rows; rows [n, d] are sorted by expert. Returns [n, d_out].
+    """Apply experts[e] to its counts[e] rows; rows [n, d] are sorted by expert. Returns [n, d_out], of no rows [0, d].
 
     `min_rows` repeats a lone row, where a product of one row is computed differently from that of many.
     """
@@ -27,7 +27,7 @@ def grouped_apply(
             own = own.expand(min_rows, -1).contiguous() if count == 1 else own
         outputs.append(expert(own)[:count])
         start += count
-    return torch.cat(outputs)
+    return torch.cat(outputs) if outputs else rows.new_empty(rows.shape)
 
 
 def grouped_linear(

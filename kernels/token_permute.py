@@ -27,12 +27,20 @@ def permutation(expert_ids: Tensor, num_experts: int) -> Permutation:
 
 
 def combine(copies: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
-    """Sum of each token's copies [B * k, d], weighted by weights [B, k], always in the order of its k experts."""
-    num_tokens, top_k = weights.shape
-    back = copies.index_select(0, permutation.place_of_copy).view(
-        num_tokens, top_k, copies.shape[1]
-    )
-    return (back * weights[:, :, None]).sum(1)
+    """Sum of each token's copies [B * k, d], weighted by weights [B, k], always in the order of its k experts.
+
+    Products and sums are in fp32, rounded once to the copies' dtype.
+    """
+    back = copies.index_select(0, permutation.place_of_copy).view(*weights.shape, copies.shape[1])
+    return in_order(back.float() * weights.float()[:, :, None]).to(copies.dtype)
+
+
+def in_order(terms: Tensor) -> Tensor:
+    """The sum of terms [B, k, d] over k, term after term: the same bits however many tokens there are."""
+    total = terms[:, 0].clone()
+    for j in range(1, terms.shape[1]):
+        total += terms[:, j]
+    return total
 
 
 def permute(tokens: Tensor, order: Permutation) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from actors.core.layout import StepPlan, StepResult
+from actors.core.lockstep import StepLayout
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.shell import Seat
@@ -76,6 +77,24 @@ class FakeTarget:
                 next_token[row] = following(int(tokens[at]), int(positions[at]))
         features = np.stack([plan.positions, plan.token_ids], 1).astype(np.float32)
         return StepResult(num_accepted, next_token, features)
+
+
+class FakeGroupTarget(FakeTarget):
+    """Steps together with the others over a real process group, though it has no experts to share."""
+
+    def __init__(self, config: ClusterConfig, seat: Seat) -> None:
+        from actors.engine.expert_group import ExpertGroup
+
+        super().__init__(config, seat)
+        size = config.target.group_size
+        self.group = ExpertGroup(seat.rank % size, size)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.group.agree(plan.batch_tokens)
+        return super().step(plan)
+
+    def join(self, *, is_leaving: bool = False) -> StepLayout:
+        return self.group.agree(0, is_leaving=is_leaving)
 
 
 class FakeDrafter:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from actors.engine.breakdown import breakdown_ms
+from actors.engine.moe_bench import moe_stages_ms
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.engine.trial import prefilled
 from configs.schema import ClusterConfig
@@ -31,7 +32,8 @@ def run(
     """Load the target of `config` and measure plain decoding at each batch size; JSON-able.
 
     `tokens_per_s` and `step_ms` are by batch size (medians, context 128 and growing); `breakdown_ms` says for the
-    smallest and the largest where a step's time goes.
+    smallest and the largest where a step's time goes. Of a model with experts, `step_ms` also has the stages of a step
+    (see `moe_stages_ms`) at `stages_batch`, the largest.
 
     Args:
         captures: replay steps from CUDA graphs where the device has them.
@@ -50,6 +52,10 @@ def run(
     parts = {size: breakdown_ms(engine, size) for size in {min(batch_sizes), max(batch_sizes)}}
     for size, ms in sorted(parts.items()):
         progress(f"batch {size}, ms: " + ", ".join(f"{name} {value}" for name, value in ms.items()))
+    stages_ms: dict[str, float] = {}
+    if engine.model.config.moe is not None:
+        stages_ms = moe_stages_ms(engine, max(batch_sizes))
+        progress("stages, ms: " + ", ".join(f"{name} {ms}" for name, ms in stages_ms.items()))
     return {
         "model": spec.name,
         "dtype": spec.dtype,
@@ -60,7 +66,8 @@ def run(
         "num_threads": torch.get_num_threads(),
         "context_len": BENCH_CONTEXT,
         "tokens_per_s": {k: round(int(k) / ms * 1e3, 1) for k, ms in step_ms.items()},
-        "step_ms": {k: round(ms, 2) for k, ms in step_ms.items()},
+        "step_ms": {k: round(ms, 2) for k, ms in step_ms.items()} | stages_ms,
+        **({"stages_batch": max(batch_sizes)} if stages_ms else {}),
         "breakdown_ms": {str(size): ms for size, ms in sorted(parts.items())},
     }
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,13 @@ def convert(gguf_path: Path, out_dir: Path, *, progress: bool = True) -> None:
     save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
     for name in BUNDLED_FILES:
         shutil.copyfile(BUNDLED_DIR / name, out_dir / name)
-    files = ("model.safetensors", *BUNDLED_FILES)
-    lines = [f"{_sha256(out_dir / n)}  {(out_dir / n).stat().st_size}  {n}" for n in files]
-    (out_dir / CHECKSUM_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_checksums(out_dir, ("model.safetensors", *BUNDLED_FILES))
+
+
+def write_checksums(model_dir: Path, files: Sequence[str]) -> None:
+    """Write `CHECKSUM_FILE`, by which a finished directory is recognised; `files` are names inside `model_dir`."""
+    lines = [f"{_sha256(model_dir / n)}  {(model_dir / n).stat().st_size}  {n}" for n in files]
+    (model_dir / CHECKSUM_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def hf_name(gguf_name: str) -> str:

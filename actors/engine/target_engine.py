@@ -11,12 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from actors.core.expert_placement import ExpertPlacement
 from actors.core.layout import StepPlan, StepResult
+from actors.core.lockstep import StepLayout
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
+from actors.engine.expert_group import ExpertGroup
 from actors.engine.graphs import CudaGraphRecorder
 from actors.engine.paged_step import PagedForward
+from actors.engine.rebalance import Rebalancer
 from actors.engine.row_invariance import rows_are_invariant
+from actors.engine.sharded_experts import ExpertSharding
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
 from configs.schema import ClusterConfig
@@ -46,12 +51,13 @@ class TorchTargetEngine:
         self.model, self.store, self.spec, self.captures = model, store, spec, captures
         self.paged: PagedForward | None = None
         if dispatch.implementation("attend_paged", model.device.type) == "triton":
+            # A captured step cannot hold a group's collectives: their splits are known only when it runs.
             self.paged = PagedForward(
                 model,
                 store,
                 spec.tap_layer_ids,
                 spec.max_model_len,
-                CudaGraphRecorder() if captures else None,
+                CudaGraphRecorder() if captures and model.sharding is None else None,
             )
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 
@@ -89,7 +95,27 @@ class TorchTargetEngine:
             captures=self.captures,
         )
 
+    @property
+    def group(self) -> ExpertGroup:
+        """The ranks that share this one's experts."""
+        assert self.model.sharding is not None, "this rank is in no group"
+        return self.model.sharding.group
+
+    @torch.inference_mode()
+    def join(self, *, is_leaving: bool = False) -> StepLayout:
+        """The part of this rank in a step of its group for which it has no token itself.
+
+        Returns what the group agreed on; where it `runs`, the others' tokens have been served. Raises CollectiveError
+        and LockstepError, after which the group must be formed anew.
+        """
+        layout = self.group.agree(0, is_leaving=is_leaving)
+        if layout.runs:
+            self.model.join()
+        return layout
+
     def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        if self.model.sharding is not None:
+            self.group.agree(plan.batch_tokens)
         if self.paged is not None:
             return self.paged(plan)
         inputs = self.inputs(plan)
@@ -150,6 +176,7 @@ def load_engine(
     *,
     progress: bool = True,
     captures: bool = True,
+    group: ExpertGroup | None = None,
 ) -> TorchTargetEngine:
     """Load the target of a cluster; the calling thread's torch thread count is taken as it is.
 
@@ -157,6 +184,7 @@ def load_engine(
         tap_layer_ids: 0-based layers whose outputs the drafter wants.
         progress: show a bar when the bundled model is converted for the first time.
         captures: see `TorchTargetEngine`.
+        group: this rank's place among those that share the experts; None: it holds all of them.
 
     Raises CheckpointError (UnsupportedModelError) naming the field or tensor that does not fit.
     """
@@ -165,14 +193,18 @@ def load_engine(
     _check_fit(facts, config, tap_layer_ids)
     device = torch.device(config.model.device)
     dtype = DTYPES[config.model.dtype]
+    tensors = Checkpoint(model_dir)
     model = TargetModel(
         facts,
-        Checkpoint(model_dir),
+        tensors,
         dtype,
         device,
         config.model.numerics,
         config.model.max_model_len,
+        _sharding(facts, config, group),
     )
+    if group is not None and config.target.rebalance_steps:
+        Rebalancer(model, tensors, config.target.rebalance_steps, config.target.redundant_experts)
     block_size = config.target.block_size
     num_blocks = config.target.kv_cache_tokens // block_size
     spec = TargetSpec(
@@ -196,6 +228,21 @@ def load_engine(
     return TorchTargetEngine(model, store, spec, captures=captures)
 
 
+def _sharding(
+    facts: ModelConfig, config: ClusterConfig, group: ExpertGroup | None
+) -> ExpertSharding | None:
+    if group is None:
+        return None
+    experts = facts.moe.num_experts if facts.moe else 0
+    if group.size > experts:
+        raise CheckpointError(
+            f"target.group_size={group.size}: {config.model.path} has {experts} experts a layer to share; "
+            f"use at most {max(1, experts)}"
+        )
+    placement = ExpertPlacement.even(experts, group.size)
+    return ExpertSharding(group, placement, config.target.dispatch)
+
+
 def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:
     if config.model.max_model_len > facts.max_position:
         raise CheckpointError(
@@ -211,7 +258,7 @@ def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[i
 
 
 def identity(model_dir: Path, config: ClusterConfig) -> str:
-    """A hash of what step times depend on: weights, dtype, device, numerics, block size, threads."""
+    """A hash of what step times depend on: weights, dtype, device, numerics, block size, group, threads."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
         size = path.stat().st_size
@@ -221,6 +268,9 @@ def identity(model_dir: Path, config: ClusterConfig) -> str:
             stream.seek(max(0, size - HASHED_BYTES))
             digest.update(stream.read())
     name = torch.cuda.get_device_name() if config.model.device == "cuda" else "cpu"
-    facts = (config.model.dtype, name, config.model.numerics, config.target.block_size)
+    target = config.target
+    facts: tuple[object, ...] = (config.model.dtype, name, config.model.numerics, target.block_size)
+    if target.group_size > 1:
+        facts += (target.group_size, target.dispatch)
     digest.update(f"{facts} {torch.get_num_threads()}".encode())
     return digest.hexdigest()[:16]

@@ -6,22 +6,27 @@ rotation is then one complex product. Nothing outside sees that order, because q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.engine.checkpoint import ModelConfig, check_tensors, expert_names
-from actors.engine.experts import MoeLayer, StackedMoeLayer
+from actors.engine.checkpoint import ModelConfig
+from actors.engine.experts import ExpertBank, ExpertList, ExpertStacks, MoeLayer
 from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, TiledLinear, min_rows
 from actors.engine.rotary import pair_halves, rotation_table
-from actors.engine.weights import CheckpointError
+from actors.engine.sharded_experts import CopyRouting, ExpertSharding, ShardedMoeLayer
+from actors.engine.tensor_names import check_tensors, expert_names
+from actors.engine.weights import ModelTensors
 from kernels import dispatch
 from kernels.kv_store import KvStore
 from kernels.paged_attention import PagedLayout
 from kernels.ragged_attention import AttentionLayout, attend
 from kernels.rms_norm import RmsNorm
+
+Ids = Sequence[int]
+Kept = Mapping[int, GatedMlp]  # experts that need not be read, by id
 
 
 @dataclass
@@ -52,6 +57,7 @@ class TargetModel:
         config: what `config.json` says.
         tensors: the checkpoint by name; read once, tensor by tensor.
         max_len: positions the rotary table covers.
+        sharding: this rank's place in its group, of which it loads its own experts only; None: all of them.
 
     Raises CheckpointError naming a missing, unexpected or misshapen tensor.
     """
@@ -64,13 +70,16 @@ class TargetModel:
         device: torch.device,
         numerics: Numerics,
         max_len: int,
+        sharding: ExpertSharding | None = None,
     ) -> None:
         check_tensors(tensors, config)
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        self.sharding = sharding
+        self._routing = CopyRouting(sharding.placement, device) if sharding else None
         # What a GPU needs for rows that do not depend on each other; oneDNN gives it on a CPU.
         is_tiled = device.type == "cuda" and numerics == "reproducible"
         self._linear = TiledLinear if is_tiled else Linear
-        source = _Source(tensors, dtype, device)
+        source = ModelTensors(tensors, dtype, device)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = source.take("model.embed_tokens.weight", *table)
         head = self.embedding if config.tied_embeddings else source.take("lm_head.weight", *table)
@@ -82,7 +91,7 @@ class TargetModel:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def _layer(self, source: _Source, index: int) -> DecoderLayer:
+    def _layer(self, source: ModelTensors, index: int) -> DecoderLayer:
         config, hidden = self.config, self.config.hidden_size
         prefix = f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
@@ -111,18 +120,18 @@ class TargetModel:
             mlp=self._moe(source, prefix) if config.is_sparse(index) else self._mlp(source, prefix),
         )
 
-    def _norm(self, source: _Source, name: str) -> RmsNorm:
+    def _norm(self, source: ModelTensors, name: str) -> RmsNorm:
         weight = source.take(f"{name}.weight", self.config.hidden_size)
         return RmsNorm(weight, self.config.norm_eps)
 
-    def _qk_norm(self, source: _Source, attention: str) -> RmsNorm:
+    def _qk_norm(self, source: ModelTensors, attention: str) -> RmsNorm:
         dim = self.config.head_dim
         q, k = (source.take(f"{attention}.{p}_norm.weight", dim).float() for p in "qk")
         both = [(q, self.config.num_heads), (k, self.config.num_kv_heads)]
         weights = [pair_halves(w, dim).expand(count, dim) for w, count in both]
         return RmsNorm(torch.cat(weights), self.config.norm_eps)
 
-    def _mlp(self, source: _Source, prefix: str) -> GatedMlp:
+    def _mlp(self, source: ModelTensors, prefix: str) -> GatedMlp:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         gate, up, down = (
@@ -136,10 +145,22 @@ class TargetModel:
             biases = (a, b, c)
         return GatedMlp(gate, up, down, biases, self._linear)
 
-    def _moe(self, source: _Source, prefix: str) -> MoeLayer:
+    def _moe(self, source: ModelTensors, prefix: str) -> MoeLayer:
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
-        router, experts, (gate, up, down) = expert_names(self.config)
+        name = expert_names(self.config)[0]
+        router = self._linear(source.take(f"{prefix}.{name}", moe.num_experts, hidden))
+        held = self.sharding.held if self.sharding else range(moe.num_experts)
+        facts = (router, self._bank(source, prefix, held, {}), moe.top_k, moe.normalise_top_k)
+        if self.sharding is None or self._routing is None:
+            return MoeLayer(*facts)
+        return ShardedMoeLayer(*facts, self.sharding, self._routing)
+
+    def _bank(self, source: ModelTensors, prefix: str, held: Ids, kept: Kept) -> ExpertBank:
+        """These experts of a layer, read from `source` but for those `kept` from before."""
+        moe, hidden = self.config.moe, self.config.hidden_size
+        assert moe is not None
+        _, experts, (gate, up, down) = expert_names(self.config)
         inner = moe.intermediate_size
 
         def weights(index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,14 +171,20 @@ class TargetModel:
                 source.take(f"{own}.{down}", hidden, inner),
             )
 
-        indices = range(moe.num_experts)
-        route = self._linear(source.take(f"{prefix}.{router}", moe.num_experts, hidden))
         if self.device.type == "cuda":
-            gates, ups, downs = zip(*map(weights, indices), strict=True)
-            stacks = (torch.stack(gates), torch.stack(ups), torch.stack(downs))
-            return StackedMoeLayer(route, *stacks, moe.top_k, moe.normalise_top_k)
-        made = [GatedMlp(*weights(index)) for index in indices]
-        return MoeLayer(route, made, moe.top_k, moe.normalise_top_k, min_rows(self.numerics))
+            gates, ups, downs = zip(*map(weights, held), strict=True)
+            return ExpertStacks(torch.stack(gates), torch.stack(ups), torch.stack(downs))
+        made = [kept.get(index) or GatedMlp(*weights(index)) for index in held]
+        return ExpertList(made, min_rows(self.numerics))
+
+    def expert_bank(
+        self, tensors: Mapping[str, Tensor], layer: int, held: Ids, before: Ids
+    ) -> ExpertBank:
+        """Another choice of experts for a layer; those it already holds (`before`, in order) are not read again."""
+        source = ModelTensors(tensors, self.dtype, self.device)
+        bank = self.layers[layer].mlp.bank  # type: ignore[union-attr]
+        kept = dict(zip(before, bank.experts, strict=True)) if isinstance(bank, ExpertList) else {}
+        return self._bank(source, f"model.layers.{layer}", held, kept)
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -196,6 +223,12 @@ class TargetModel:
             return self._mix_paged(qkv, layer, index, inputs, layout, store)
         assert factors is not None
         return self._mix(qkv, layer, index, inputs, layout, store, factors)
+
+    def join(self) -> None:
+        """Take part in the collectives of a step in which this rank has no token and others have some."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, ShardedMoeLayer):
+                layer.mlp.join(self.embedding)
 
     def _mix(
         self,
@@ -264,21 +297,3 @@ class TargetModel:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         scaled = factors * self.config.head_dim**-0.5
         return torch.cat([scaled.expand(-1, heads, -1), factors.expand(-1, kv_heads, -1)], 1)
-
-
-class _Source:
-    """Checkpoint tensors with their shape checked, in the dtype and on the device of the model."""
-
-    def __init__(
-        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._tensors, self._dtype, self._device = tensors, dtype, device
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
-                "the two are of different models"
-            )
-        return tensor.to(device=self._device, dtype=self._dtype)

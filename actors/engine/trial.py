@@ -93,15 +93,6 @@ class TrialSequences:
         return list(found.split(list(query_len.values())))
 
 
-def _certain_drafts(tokens: Sequence[Int], verify_len: Int, draft_top_k: int) -> DraftTokens:
-    shape = (len(tokens), int(verify_len.max()), draft_top_k)
-    q_ids, q_probs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    for row, (ids, count) in enumerate(zip(tokens, verify_len, strict=True)):
-        q_ids[row, :count, 0] = ids[1 : count + 1]
-        q_probs[row, :count, 0] = 1.0
-    return DraftTokens(q_ids, q_probs)
-
-
 def prefilled(
     engine: TorchTargetEngine, num_requests: int, context: int, room: int
 ) -> TrialSequences:
@@ -117,3 +108,12 @@ def prefilled(
         rows.engine.store.copy_blocks(rows.block_tables[0], rows.block_tables[row])
     rows.length[:] = context
     return rows
+
+
+def _certain_drafts(tokens: Sequence[Int], verify_len: Int, draft_top_k: int) -> DraftTokens:
+    shape = (len(tokens), int(verify_len.max()), draft_top_k)
+    q_ids, q_probs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    for row, (ids, count) in enumerate(zip(tokens, verify_len, strict=True)):
+        q_ids[row, :count, 0] = ids[1 : count + 1]
+        q_probs[row, :count, 0] = 1.0
+    return DraftTokens(q_ids, q_probs)

@@ -96,6 +96,24 @@ class Checkpoint(Mapping[str, Tensor]):
         return tensor.to(dtype)
 
 
+class ModelTensors:
+    """Checkpoint tensors with their shape checked, in the dtype and on the device of the model."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tensors, self._dtype, self._device = tensors, dtype, device
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
+                "the two are of different models"
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+
 def check_names(checkpoint: Mapping[str, Tensor], wanted: set[str], optional: set[str]) -> None:
     """Refuse a checkpoint that lacks a `wanted` tensor or has one in neither set.
 

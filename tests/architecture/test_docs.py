@@ -16,7 +16,7 @@ SETTINGS = [(name, info) for name, _, info in describe(ClusterConfig())]
 # What a number may count or measure. A new word belongs here only if a reader knows at once what one of it is.
 UNITS = (
     "token", "second", "thread", "cpus", "gpus", "actors", "requests", "replicas", "steps", "port",
-    "probability", "relative gain", "strings", "bytes", "ranks", "streams", "rounds", "attempts",
+    "probability", "relative gain", "strings", "bytes", "ranks", "experts", "streams", "rounds", "attempts",
 )  # fmt: skip
 
 

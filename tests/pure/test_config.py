@@ -40,7 +40,7 @@ def test_every_preset_loads(name: str) -> None:
 
 
 def test_presets_are_the_announced_ones() -> None:
-    assert preset_names() == ("laptop-cpu", "multi-node-ep", "single-node-gpu")
+    assert preset_names() == ("laptop-cpu", "laptop-moe", "multi-node-ep", "single-node-gpu")
 
 
 def test_later_layers_win(yaml_file: Callable[[str], str]) -> None:
@@ -118,6 +118,7 @@ def test_a_bad_value_is_refused_with_field_value_origin_and_remedy(
     [
         (["target.max_batch_tokens=8", "drafter.gamma=8"], "drafter.gamma", "use at most 7"),
         (["target.kv_cache_tokens=2047"], "model.max_model_len", "use at most 2032"),
+        (["target.num_ranks=3", "target.group_size=2"], "target.group_size", "use a divisor"),
         (
             ["policy.name=static_length", "policy.static_length=3", "drafter.gamma=2"],
             "policy.static_length",
@@ -231,7 +232,7 @@ def test_a_bad_file_is_named(text: str, problem: str, yaml_file: Callable[[str],
 def test_unknown_preset_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean laptop-cpu"):
         load("laptop-cp", environment={})
-    with pytest.raises(ConfigError, match="presets: laptop-cpu, multi-node-ep"):
+    with pytest.raises(ConfigError, match="presets: laptop-cpu, laptop-moe, multi-node-ep"):
         load("somewhere/else.yaml", environment={})
 
 

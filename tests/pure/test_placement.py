@@ -70,3 +70,9 @@ def test_gpus_are_reserved_in_the_bundle() -> None:
 def test_no_bundle_is_empty() -> None:
     free = ClusterConfig.model_validate({"target": {"num_cpus": 0}, "drafter": {"num_cpus": 0}})
     assert all(plan_placement(free, cores_per_node=2).bundles)
+
+
+def test_neighbouring_ranks_make_a_group() -> None:
+    groups = plan_placement(config(4, 1, group_size=2), 8).groups
+    assert groups == (("target-0", "target-1"), ("target-2", "target-3"))
+    assert plan_placement(config(4, 1), 8).groups == ()

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 
+from actors.engine.expert_group import ExpertGroup
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.engine.trial import TrialSequences
 from configs.schema import ClusterConfig
@@ -55,6 +56,8 @@ def engine_of(
     taps: tuple[int, ...] = TAPS,
     block_size: int = 8,
     max_model_len: int = 128,
+    group: ExpertGroup | None = None,
+    **target: object,
 ) -> TorchTargetEngine:
     config = ClusterConfig.model_validate(
         {
@@ -64,10 +67,10 @@ def engine_of(
                 "numerics": numerics,
                 "max_model_len": max_model_len,
             },
-            "target": {"kv_cache_tokens": 1024, "block_size": block_size},
+            "target": {"kv_cache_tokens": 1024, "block_size": block_size, **target},
         }
     )
-    return load_engine(config, taps)
+    return load_engine(config, taps, group=group)
 
 
 def shuffled(engine: TorchTargetEngine, token_ids: list[np.ndarray]) -> TrialSequences:

@@ -13,7 +13,7 @@ import torch
 
 from actors.core.layout import StepPlan
 from actors.engine import packed_linear, paged_step
-from actors.engine.experts import MoeLayer, StackedMoeLayer
+from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer
 from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
 from actors.engine.paged_step import PagedForward
@@ -118,11 +118,13 @@ def test_windows_and_experts_are_captured_too(
     assert recorder.num_records == 1 and forward.num_replays == 3
 
 
-def stacked(layer: MoeLayer) -> StackedMoeLayer:
-    halves = [expert._gate_up._weight.chunk(2) for expert in layer.experts]
+def stacked(layer: MoeLayer) -> MoeLayer:
+    assert isinstance(layer.bank, ExpertList)
+    experts = layer.bank.experts
+    halves = [expert._gate_up._weight.chunk(2) for expert in experts]
     gate, up = (torch.stack(part) for part in zip(*halves, strict=True))
-    down = torch.stack([expert.down._weight for expert in layer.experts])
-    return StackedMoeLayer(layer.router, gate, up, down, layer.top_k, layer.normalise_top_k)
+    bank = ExpertStacks(gate, up, torch.stack([expert.down._weight for expert in experts]))
+    return MoeLayer(layer.router, bank, layer.top_k, layer.normalise_top_k)
 
 
 BROKEN = {
@@ -178,8 +180,8 @@ def test_stacked_experts_are_the_same_layer(normalise: bool) -> None:
     down = torch.randn(4, 16, 12, generator=rng) * 0.3
     loose = [GatedMlp(*weights) for weights in zip(gate, up, down, strict=True)]
     x = torch.randn(9, 16, generator=rng)
-    want = MoeLayer(router, loose, 2, normalise, 1)(x)
-    found = StackedMoeLayer(router, gate, up, down, 2, normalise)(x)
+    want = MoeLayer(router, ExpertList(loose, 1), 2, normalise)(x)
+    found = MoeLayer(router, ExpertStacks(gate, up, down), 2, normalise)(x)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
 
 

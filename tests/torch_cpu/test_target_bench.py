@@ -148,3 +148,28 @@ def test_the_command_measures_every_combination(
     found = [(row["batch"], row["numerics"], row["graphs"]) for row in report["figures"]]
     assert found == [(b, n, False) for n in ("reproducible", "fast") for b in (1, 2)]
     assert bench_command.main(["--set", "model.path=/nowhere", "--batch", "1"]) == 2
+
+
+def test_a_step_with_experts_is_reported_by_stage(oracle_models: Path) -> None:
+    torch.set_num_threads(1)
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"path": str(oracle_models / "mixtral"), "max_model_len": 256},
+            "target": {"kv_cache_tokens": 1024, "max_running": 6, "max_batch_tokens": 24},
+        }
+    )
+    report = json.loads(json.dumps(bench.run(config, (1, 3), lambda _line: None)))
+    stages = {"attention", "dispatch", "experts", "combine", "sampling", "other"}
+    assert set(report["step_ms"]) == stages | {"1", "3"} and report["stages_batch"] == 3
+    assert set(report["tokens_per_s"]) == {"1", "3"}
+    assert all(report["step_ms"][stage] > 0 for stage in stages)
+
+
+def test_measuring_stages_leaves_experts_as_they_were(oracle_models: Path) -> None:
+    from actors.engine.moe_bench import moe_stages_ms
+    from tests.torch_cpu.oracle_models import engine_of
+
+    engine = engine_of(oracle_models / "mixtral", max_model_len=256)
+    before = [layer.mlp.trace for layer in engine.model.layers]  # type: ignore[union-attr]
+    moe_stages_ms(engine, 2)
+    assert [layer.mlp.trace for layer in engine.model.layers] == before  # type: ignore[union-attr]

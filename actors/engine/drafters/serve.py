@@ -13,6 +13,7 @@ from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
 from actors.engine.drafters.checkpoint import load_dspark
 from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
 from actors.engine.weights import CheckpointError, embedding_tables
+from configs.recipe import read_recipe
 
 CALIBRATION_FILE = "calibration.json"
 
@@ -26,6 +27,9 @@ def find_drafter(model_path: str, drafter: str | None) -> Path | None:
         return None
     folders = [Path(drafter).expanduser()]
     if drafter == "bundled":
+        recipe = read_recipe(model_path)
+        if recipe is not None:  # an upcycled model's features are those of the dense one
+            model_path = recipe.dense
         folders = [BUNDLED_MODELS_DIR / model_path / "drafter"] if "/" not in model_path else []
         folders.append(find_model(model_path, progress=False) / "drafter")
     for folder in folders:

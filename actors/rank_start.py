@@ -1,0 +1,80 @@
+"""From configuration and a loaded engine to what a rank needs: limits, decisions, the cost curve, a check of rows.
+
+Rank 0 of a group measures and checks for all of it, while the others take part in its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.core.admission import RankLimits
+from actors.core.local_policy import LocalPolicy
+from actors.core.messages import Endpoint
+from actors.core.own_profile import StepTimes
+from actors.core.prefix_scheduler import allocate
+from actors.core.service_class import ClassAllocation, classes_of
+from actors.engine.base import TargetEngine, TargetSpec
+from actors.group_member import GroupMember
+from actors.timing import TimedDecider
+from configs.schema import ClusterConfig
+
+MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
+
+
+def limits_of(spec: TargetSpec, config: ClusterConfig) -> RankLimits:
+    """What the rank admits and batches."""
+    return RankLimits(
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_running=config.target.max_running,
+        max_waiting=config.target.max_waiting,
+        max_batch_tokens=config.target.max_batch_tokens,
+        gamma=gamma_of(config),
+        max_wait_s=config.drafter.max_wait_ms / 1000,
+        explain_rounds=config.policy.explain_rounds,
+    )
+
+
+def gamma_of(config: ClusterConfig) -> int:
+    """Draft tokens of a block; 0 without a drafter."""
+    return config.drafter.gamma if config.model.drafter else 0
+
+
+def measured_times(
+    engine: TargetEngine,
+    config: ClusterConfig,
+    measure: MeasureSteps,
+    member: GroupMember | None,
+) -> StepTimes:
+    """The cost curve of the rank."""
+    if member is None:
+        return measure(engine, config)
+    told = member.led(lambda: np.stack(measure(engine, config)).ravel().tolist())
+    tokens, requests, seconds = np.reshape(told, (3, -1))
+    return tokens, requests, seconds
+
+
+def rows_are_invariant(engine: TargetEngine, member: GroupMember | None) -> bool:
+    """Whether a row's result does not depend on its batch, on this machine."""
+    if member is None:
+        return engine.check_row_invariance()
+    return bool(member.led(lambda: [engine.check_row_invariance()])[0])
+
+
+def decider_of(rank: Endpoint, config: ClusterConfig, policy: LocalPolicy) -> TimedDecider:
+    """What decides how much of each block is verified."""
+    classes = classes_of(config.policy)
+    weighed = ClassAllocation(classes) if classes else None
+    return TimedDecider(rank.name, rank.epoch, policy, allocate, policy.drafting, weighed)
+
+
+def policy_of(config: ClusterConfig) -> LocalPolicy:
+    """What the rank goes by without a budget of the allocator's."""
+    policy = config.policy
+    return LocalPolicy(
+        policy.name, policy.static_length, policy.static_threshold, policy.min_predicted_gain
+    )

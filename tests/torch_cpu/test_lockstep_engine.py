@@ -1,0 +1,167 @@
+"""Engines of a group step together: the bits of one engine with all experts, whoever is idle, over threads and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.engine import target_engine
+from actors.engine.collective import Collective, DistributedCollective, open_store
+from actors.engine.expert_group import ExpertGroup
+from actors.engine.sharded_experts import DISPATCH_MODES
+from actors.engine.target_engine import TorchTargetEngine
+from actors.engine.trial import TrialSequences
+from actors.engine.weights import Checkpoint, CheckpointError
+from tests.torch_cpu.oracle_models import engine_of, expected
+from tests.torch_cpu.thread_ranks import ThreadCollective, on_ranks
+
+# What each rank runs in each step: tokens by row. Ranks are idle, prefill, decode and verify beside each other.
+SCHEDULE: list[dict[int, dict[int, int]]] = [
+    {0: {0: 17}},
+    {1: {1: 5, 2: 11}},
+    {0: {0: 1}, 1: {1: 1, 2: 1}, 2: {3: 30}},
+    {2: {3: 1}, 3: {4: 1}},
+    {0: {0: 6}, 1: {1: 1}, 2: {3: 3}, 3: {4: 1}},
+    {3: {4: 13}},
+]
+
+
+def engine_in(model_dir: Path, collective: Collective, mode: str) -> TorchTargetEngine:
+    group = ExpertGroup(collective.rank, collective.size)
+    group.attach(collective)
+    return engine_of(model_dir, group=group, dispatch=mode)
+
+
+def steps_of(
+    engine: TorchTargetEngine, token_ids: list[np.ndarray], rank: int, size: int
+) -> list[Tensor]:
+    """The rank's part of SCHEDULE, in which what is another rank's beyond `size` falls to the last one."""
+    rows, found = TrialSequences(engine, token_ids), []
+    for step in SCHEDULE:
+        own: dict[int, int] = {}
+        for whose, part in step.items():
+            if min(whose, size - 1) == rank:
+                own |= part
+        if own:
+            found += rows.logits(own)
+        elif size > 1:
+            assert engine.join().runs
+    return found
+
+
+def whole(model_dir: Path, size: int) -> list[list[Tensor]]:
+    """The same steps by engines that have all experts, rank by rank."""
+    ids = expected(model_dir).token_ids
+    return [steps_alone(engine_of(model_dir), ids, rank, size) for rank in range(size)]
+
+
+def steps_alone(
+    engine: TorchTargetEngine, ids: list[np.ndarray], rank: int, size: int
+) -> list[Tensor]:
+    engine.join = lambda **_: type("Ran", (), {"runs": True})()  # type: ignore[assignment, method-assign]
+    return steps_of(engine, ids, rank, size)
+
+
+@pytest.mark.parametrize("mode", DISPATCH_MODES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalised"])
+def test_a_group_computes_what_one_rank_with_all_experts_does(
+    oracle_models: Path, name: str, size: int, mode: str
+) -> None:
+    folder = oracle_models / name
+    torch.set_num_threads(1)
+    want = whole(folder, size)
+    ids = expected(folder).token_ids
+
+    def rank(collective: ThreadCollective) -> list[Tensor]:
+        return steps_of(engine_in(folder, collective, mode), ids, collective.rank, size)
+
+    found, _ = on_ranks(size, rank)
+    for ours, theirs in zip(found, want, strict=True):
+        assert len(ours) == len(theirs) > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_sharded_experts_equal_transformers(oracle_models: Path, name: str) -> None:
+    want = expected(oracle_models / name)
+
+    def rank(collective: ThreadCollective) -> Tensor:
+        engine = engine_in(oracle_models / name, collective, "all_to_all")
+        rows = TrialSequences(engine, want.token_ids)
+        return torch.cat([rows.logits({collective.rank: n})[0] for n in (5, 1, 3)])
+
+    for found, logits in zip(on_ranks(2, rank)[0], want.logits[:2], strict=True):
+        assert (found - logits[:9]).abs().max() < 1e-4
+
+
+def test_a_rank_reads_only_its_own_experts(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    class Recording(Checkpoint):
+        def __getitem__(self, name: str) -> Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(target_engine, "Checkpoint", Recording)
+    engine_of(oracle_models / "mixtral", group=ExpertGroup(1, 2))
+    seen = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+    assert seen == {2, 3}
+    assert any("gate.weight" in name for name in read)
+
+
+def test_a_group_larger_than_the_number_of_experts_is_refused(oracle_models: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"group_size=5.*has 4 experts"):
+        engine_of(oracle_models / "mixtral", group=ExpertGroup(0, 5))
+    with pytest.raises(CheckpointError, match="0 experts a layer to share; use at most 1"):
+        engine_of(oracle_models / "llama", group=ExpertGroup(0, 2))
+
+
+def test_rows_are_invariant_in_a_group_too(oracle_models: Path) -> None:
+    def rank(collective: ThreadCollective) -> bool:
+        engine = engine_in(oracle_models / "mixtral", collective, "all_gather")
+        group = engine.model.sharding.group  # type: ignore[union-attr]
+        if collective.rank:
+            while engine.join().is_led:
+                pass
+            return True
+        group.is_leading = True
+        verdict = engine.check_row_invariance()
+        group.is_leading = False
+        assert not engine.join().runs  # the word that the others are free
+        return verdict
+
+    assert on_ranks(2, rank)[0] == [True, True]
+
+
+def over_gloo(size: int, work: Callable[[Collective], Any], bound_s: float = 30.0) -> list[Any]:
+    """`work` of every rank over real gloo groups, which may all live in one process."""
+    store, address = open_store("127.0.0.1")
+
+    def rank(thread: ThreadCollective) -> Any:
+        return work(DistributedCollective.join(address, 1, thread.rank, size, bound_s, bound_s))
+
+    found = on_ranks(size, rank)[0]
+    del store
+    return found
+
+
+@pytest.mark.parametrize("mode", DISPATCH_MODES)
+def test_a_group_over_gloo_gives_the_same_bits(oracle_models: Path, mode: str) -> None:
+    folder = oracle_models / "mixtral"
+    torch.set_num_threads(1)
+    want, ids = whole(folder, 2), expected(folder).token_ids
+
+    def rank(collective: Collective) -> list[Tensor]:
+        return steps_of(engine_in(folder, collective, mode), ids, collective.rank, 2)
+
+    for ours, theirs in zip(over_gloo(2, rank), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
