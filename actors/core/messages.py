@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.endpoint import Endpoint as Endpoint
 from actors.core.sampling import SamplingBatch, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -23,17 +24,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a process receives messages. `epoch` changes when the process is a new incarnation."""
-
-    name: str
-    role: Literal["target", "drafter", "allocator", "ingress", "supervisor"]
-    uri: str
-    public_key: str
-    epoch: str
 
 
 # --- received by a target rank --------------------------------------------------------------------------------------
@@ -129,10 +119,9 @@ class AnticipatingBudgetError(ValueError):
 class CommitBatch:
     """What one step committed for the requests of one drafter, and which of them want a block next.
 
-    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns
-    rows `cu_feature_len[i] : cu_feature_len[i + 1]`, for absolute positions starting at `first_positions[i]`. After
-    this message the draft context of request i covers positions up to `committed_lens[i] - 2`. A request not seen
-    yet is opened; where rows are missing before `first_positions[i]` (a restart), the context simply starts there.
+    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns rows
+    `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`. A
+    request not seen yet is opened; where rows are missing in between (a restart), the context starts anew behind them.
     """
 
     rank: Endpoint
@@ -144,7 +133,9 @@ class CommitBatch:
     wants_block: npt.NDArray[np.bool_]  # [N] False while a long prompt is still being prefilled
     first_positions: Int32  # [N]
     cu_feature_len: Int32  # [N + 1]
+    token_ids: Int32  # [sum] of these rows; behind a request's last one comes its anchor
     features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]; uint16: bits of bfloat16
+    verify_lens: Int32  # [N] draft tokens this step verified
     sampling: SamplingBatch  # N rows
 
 
