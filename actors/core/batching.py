@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.layout import DraftTokens, StepPlan
+from actors.core.layout import DraftTokens, SpecialRow, StepPlan
 from actors.core.request import Request
-from actors.core.row_table import RowTable, Slots
+from actors.core.row_table import Mask, RowTable, Slots
 from actors.core.verify_decision import DraftFacts
 
 Int32 = npt.NDArray[np.int32]
@@ -112,6 +112,7 @@ def build_plan(
     block_ids = block_tables[row_of_token, positions // block_size]
     no_drafts = np.zeros(len(chunks), np.int32)
     finishes_prompt = [request.num_prefill_left == length for request, length in chunks]
+    samples = np.concatenate((np.ones(len(rounds), np.bool_), np.array(finishes_prompt, np.bool_)))
     return StepPlan(
         step=step,
         request_ids=tuple(request_at(table, slot).request_id for slot in slots.tolist()),
@@ -122,13 +123,30 @@ def build_plan(
         block_tables=block_tables,
         slot_mapping=(block_ids * block_size + positions % block_size).astype(np.int32),
         verify_len=np.concatenate((verify_len, no_drafts)).astype(np.int32),
-        samples=np.concatenate(
-            (np.ones(len(rounds), np.bool_), np.array(finishes_prompt, np.bool_))
-        ),
+        samples=samples,
         sampling=table.sampling.rows(slots),
         draft=_draft_tokens(table, slots, int(verify_len.max(initial=0))),
         token_bound=token_bound,
+        special=_special_rows(table, slots, samples),
     )
+
+
+def _special_rows(table: RowTable, slots: Slots, samples: Mask) -> tuple[SpecialRow, ...]:
+    special = []
+    for row in np.flatnonzero(samples & table.is_special[slots]).tolist():
+        request = request_at(table, slots[row])
+        special.append(
+            SpecialRow(
+                row,
+                request.request_id,
+                request.generation,
+                request.admitted.sampling,
+                request.token_ids[: request.committed_len],
+                request.num_output,
+                request.admitted.stop_token_ids,
+            )
+        )
+    return tuple(special)
 
 
 def request_at(table: RowTable, slot: int) -> Request:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.sampling import SamplingBatch
+from actors.core.logit_rules import TokenLogprobs
+from actors.core.sampling import SamplingBatch, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,21 @@ class DraftTokens:
 
     q_ids: npt.NDArray[np.int32]  # [R, max_verify_len, draft_top_k] support; pad with -1
     q_probs: npt.NDArray[np.float32]  # [R, max_verify_len, draft_top_k] sums to 1 over support
+
+
+@dataclass(frozen=True)
+class SpecialRow:
+    """A row that samples with logit rules or reports log probabilities: what these need to know of its request."""
+
+    row: int  # of the plan
+    request_id: str
+    generation: int
+    sampling: SamplingParams
+    token_ids: npt.NDArray[
+        np.int32
+    ]  # [committed_len] prompt and output; the last one is the anchor
+    num_output: int  # how many of them are output
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class StepPlan:
     token_bound: int = 0
     """Tokens the rounds of this step have at most under their lagged budget, whatever was drafted since; 0: not known.
     An engine that pads steps to a size chooses it by this, so that the size tells nothing of current drafts (C3)."""
+
+    special: tuple[SpecialRow, ...] = ()  # of the rows that sample; most steps have none
 
     def __post_init__(self) -> None:
         query_len = np.diff(self.cu_query_len)
@@ -74,3 +93,5 @@ class StepResult:
     next_token: npt.NDArray[np.int32]  # [R] recovered or bonus token; -1 where `samples` is false
     features: npt.NDArray[np.uint16] | npt.NDArray[np.float32] | None = field(default=None)
     """[B, num_taps * hidden] tapped outputs of every token of the step; bf16 as uint16 bits. None without taps."""
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """For the rows of the plan that ask: one entry for each accepted token and the target's own."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.endpoint import Endpoint as Endpoint
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.sampling import SamplingBatch, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -41,10 +42,8 @@ class Reserve:
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A validated request, sent once its reservation was granted. `prompt_ids` are the prompt plus every token the
-    client already has; `num_prior_tokens` says how many of those are output (0 for a fresh request), so that
-    `max_new_tokens`, token indices and position keys go on where they were.
-    """
+    """A validated request with its reservation. `prompt_ids` are the prompt plus the tokens the client already has,
+    `num_prior_tokens` of them: `max_new_tokens`, token indices and position keys go on where they were."""
 
     request_id: str
     generation: int
@@ -224,6 +223,7 @@ class TokenDelta:
     num_scheduled: int = 0
     num_accepted: int = 0  # those that entered the stream
     error: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
 
 
 @dataclass(frozen=True)

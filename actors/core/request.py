@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from actors.core.explain import RequestLog
 from actors.core.kv_blocks import BlockLease
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
 
 
@@ -159,7 +160,11 @@ class Request:
         self.phase = Phase.FINISHED
 
     def delta(
-        self, token_ids: Sequence[int], finish_reason: FinishReason | None, error: str = ""
+        self,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        error: str = "",
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenDelta:
         """The message about the last `len(token_ids)` tokens of the stream.
 
@@ -177,6 +182,7 @@ class Request:
             self.num_scheduled,
             self.num_accepted,
             error,
+            tuple(logprobs[: len(token_ids)]),
         )
 
 

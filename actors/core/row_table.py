@@ -41,6 +41,7 @@ class RowTable:
             np.zeros(num_slots, np.uint64),
             np.zeros(num_slots, np.int8),
         )
+        self.is_special: Mask = np.zeros(num_slots, np.bool_)  # see `StepPlan.special`
         self.is_running: Mask = np.zeros(num_slots, np.bool_)  # past its prompt: it takes rounds
         self.last_step = np.zeros(num_slots, np.int64)  # when it last had a round
         # --- the draft it waits for ---
@@ -81,6 +82,7 @@ class RowTable:
         self.sampling.top_k[slot] = params.top_k
         self.sampling.noise_key[slot] = params.noise_key & (2**64 - 1)
         self.sampling.rule[slot] = params.rule
+        self.is_special[slot] = params.is_special
         self.last_step[slot] = 0
         self.advance(request)
 
@@ -96,7 +98,7 @@ class RowTable:
         assert self.requests[slot] is not None, f"slot {slot} is cleared twice"
         self.requests[slot] = None
         self.is_running[slot] = self.has_draft[slot] = self.wants_draft[slot] = False
-        self.is_unasked[slot] = False
+        self.is_special[slot] = self.is_unasked[slot] = False
         self.drafter_index[slot] = -1
         self._free.append(slot)
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.logit_rules import LogitRules, LogprobsOrder
+
 RULE_GREEDY, RULE_REJECTION, RULE_COUPLED = 0, 1, 2
 
 PURPOSE_TOKEN = 0  # the Gumbel noise over tokens that target and drafter share (coupled)
@@ -38,6 +40,8 @@ class SamplingParams:
         noise_key: 64-bit key of the request's random numbers: the seed where there is one, else drawn at random by
             the ingress once per request (so a replayed stream keeps its key).
         speculation: False asks for plain decoding of this request (verify_len always 0).
+        rules: what changes the logits first; None changes nothing.
+        logprobs: the log probabilities wanted; None: none.
     """
 
     temperature: float = 1.0
@@ -46,6 +50,13 @@ class SamplingParams:
     seed: int | None = None
     noise_key: int = 0
     speculation: bool = True
+    rules: LogitRules | None = None
+    logprobs: LogprobsOrder | None = None
+
+    @property
+    def is_special(self) -> bool:
+        """Whether arrays of numbers do not say all there is to know of it; see `StepPlan.special`."""
+        return self.rules is not None or self.logprobs is not None
 
     @property
     def rule(self) -> int:

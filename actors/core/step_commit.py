@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from actors.core.acceptance import AcceptanceCounters
 from actors.core.layout import StepPlan, StepResult
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import Endpoint, TokenDelta
 from actors.core.request import Request
 from actors.core.row_table import Mask, RowTable
@@ -79,7 +81,8 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
             request.advance_prefill(int(num_kept[row]))
             if runs[row]:
                 commit.prefilled.append(request)
-        has_ended = bool(runs[row]) and _extend(request, row, runs[row], commit)
+        logprobs = result.logprobs.get(row, ())
+        has_ended = bool(runs[row]) and _extend(request, row, runs[row], logprobs, commit)
         if request.log is not None and row < flight.num_rounds:
             num_new = int(commit.num_new[row])
             request.log.add(flight.decision, row, len(runs[row]) - 1, num_before, num_new)
@@ -110,13 +113,15 @@ def _count_round(request: Request, decision: StepDecision, row: int) -> None:
         request.num_scheduled += int(decision.verify_len[row])
 
 
-def _extend(request: Request, row: int, run: list[int], commit: Commit) -> bool:
+def _extend(
+    request: Request, row: int, run: list[int], logprobs: Sequence[TokenLogprobs], commit: Commit
+) -> bool:
     """Append a run to its stream. Whether the stream ends with it."""
     emitted, reason = request.commit(run)
     # The last token of an uncut run is the target's own, the others were drafted.
     request.num_accepted += min(len(emitted), len(run) - 1)
     commit.num_new[row] = len(emitted)
-    delta = request.delta(emitted, reason)
+    delta = request.delta(emitted, reason, logprobs=logprobs)
     commit.deltas.setdefault(request.admitted.reply_to, []).append(delta)
     return reason is not None
 

@@ -22,6 +22,7 @@ from actors.engine.paged_step import PagedForward
 from actors.engine.rebalance import Rebalancer
 from actors.engine.row_invariance import rows_are_invariant
 from actors.engine.sharded_experts import ExpertSharding
+from actors.engine.special_rows import SpecialStep
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
 from configs.schema import ClusterConfig
@@ -66,16 +67,21 @@ class TorchTargetEngine:
         """See `TargetEngine.step`."""
         hidden, taps = self._forward(plan)
         decided = verify_batch(plan, self.model.device)
+        logprobs = {}
         if len(decided.token_rows):
             logits = self.model.logits(hidden.index_select(0, decided.token_rows))
-            num_accepted, next_token = verify(logits, decided)
+            special = SpecialStep(plan, logits) if plan.special else None
+            num_accepted, next_token = verify(special.shape() if special else logits, decided)
             accepted, following = (
                 t.to(torch.int32).cpu().numpy() for t in (num_accepted, next_token)
             )
+            if special:
+                logprobs = special.logprobs(accepted, following)
         else:
             accepted = np.zeros(plan.num_requests, np.int32)
             following = np.full(plan.num_requests, -1, np.int32)
-        return StepResult(accepted, following, None if taps is None else as_numpy(taps))
+        features = None if taps is None else as_numpy(taps)
+        return StepResult(accepted, following, features, logprobs)
 
     @torch.inference_mode()
     def all_logits(self, plan: StepPlan) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core import messages
+from actors.core.logit_rules import LogitRules, LogprobsOrder, TokenLogprobs
 from actors.core.messages import Message
 from actors.core.sampling import SamplingBatch, SamplingParams
 
@@ -50,6 +51,9 @@ _PARTS: tuple[type, ...] = (
     messages.RankLoad,
     SamplingParams,
     SamplingBatch,
+    LogitRules,
+    LogprobsOrder,
+    TokenLogprobs,
 )
 _MESSAGES: tuple[type, ...] = typing.get_args(Message)
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _PARTS}

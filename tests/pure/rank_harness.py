@@ -15,6 +15,7 @@ import numpy as np
 
 from actors.core.admission import RankLimits
 from actors.core.layout import StepPlan, StepResult
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import (
     AdmittedRequest,
     CloseDraft,
@@ -159,11 +160,13 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     last: TokenDelta | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def take(self, delta: TokenDelta) -> None:
         assert self.reason is None, f"a delta after the end: {delta}"
         assert delta.first_index == self.first_index + len(self.tokens), delta
         self.tokens += delta.token_ids
+        self.logprobs += delta.logprobs
         self.reason, self.last = delta.finish_reason, delta
 
 

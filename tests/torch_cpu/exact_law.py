@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -16,13 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.core.layout import DraftTokens, StepPlan
+from actors.core.layout import DraftTokens, SpecialRow, StepPlan
+from actors.core.logit_edits import LogitEdits, logit_edits
 from actors.core.sampling import SamplingBatch, SamplingParams
 from kernels import block_reference, reference
 from kernels.block_reference import DraftSampling
+from kernels.logit_edits import edit_logits
 from kernels.reference import Draws
 from kernels.rejection import verify_batch
-from tests.torch_cpu.tiny_pair import TinyPair, processed
+from tests.torch_cpu.tiny_pair import STOPS, TinyPair, rest_law
 
 Float64 = npt.NDArray[np.float64]
 Scheduler = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.int32]]
@@ -38,6 +41,7 @@ class Code:
 
     sample_block: Callable[..., block_reference.BlockSample] = block_reference.sample_block
     verify: Callable[..., tuple[Tensor, Tensor]] = reference.verify
+    logit_edits: Callable[[StepPlan], LogitEdits | None] = logit_edits
 
 
 def cuts(outcome: Callable[[Tensor], Tensor], num_rows: int, num_outcomes: int) -> Float64:
@@ -140,18 +144,13 @@ def round_laws(
     What the round does not commit follows the target's own law, as later rounds will.
     """
     gamma, vocab = pair.gamma, pair.vocab
-    rest = [
-        np.stack([processed(pair.target[k, v].double().numpy(), params) for v in range(vocab)])
-        for k in range(gamma + 1)
-    ]
+    rest = cache(lambda tokens: rest_law(pair, tokens, params))
     commits = commit_laws(code, pair, anchor, params, blocks)
     law = np.zeros((len(blocks.tokens), gamma + 1, *[vocab] * (gamma + 1)))
     for path, verify_len, count, token in np.argwhere(commits):
-        tail = np.ones(())
-        for k in range(count + 1, gamma + 1):
-            tail = tail[..., None] * (rest[k][token] if k == count + 1 else rest[k])
-        index = (path, verify_len, *blocks.tokens[path, :count], token)
-        law[index] += commits[path, verify_len, count, token] * tail
+        committed = (*blocks.tokens[path, :count].tolist(), int(token))
+        chance = commits[path, verify_len, count, token]
+        law[path, verify_len, *committed] += chance * rest((anchor, *committed))
     return law
 
 
@@ -232,9 +231,13 @@ def _verifier(
         samples=np.ones(len(paths), np.bool_),
         sampling=SamplingBatch.of([params] * len(paths)),
         draft=DraftTokens(blocks.q_ids[paths].astype(np.int32), blocks.q_probs[paths]),
+        special=_special_rows(params, anchor, len(paths)),
     )
     batch = verify_batch(plan)
     logits = pair.target[plan.positions - ANCHOR_POSITION, plan.token_ids.astype(np.int64)]
+    edits = code.logit_edits(plan)
+    if edits is not None:
+        edit_logits(logits, edits)
 
     def run(accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         draws = Draws(
@@ -247,6 +250,14 @@ def _verifier(
         return accepted[1:], token[1:]
 
     return run
+
+
+def _special_rows(params: SamplingParams, anchor: int, count: int) -> tuple[SpecialRow, ...]:
+    """Requests whose prompt is the anchor."""
+    if not params.is_special:
+        return ()
+    prompt = np.array([anchor], np.int32)
+    return tuple(SpecialRow(row, str(row), 0, params, prompt, 0, STOPS) for row in range(count))
 
 
 def output_law(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from actors.core.local_policy import LocalPolicy
+from actors.core.logit_rules import LogitRules
 from actors.core.messages import Endpoint, RankProfile, VerifyBudget
 from actors.core.prefix_scheduler import allocate, search
 from actors.core.sampling import SamplingParams
@@ -36,6 +37,23 @@ PARAMS = {
     "top_p": SamplingParams(top_p=0.8),
     "top_k": SamplingParams(top_k=2),
     "top_k and top_p": SamplingParams(temperature=1.3, top_k=3, top_p=0.7),
+}
+
+
+RULES = {
+    "repetition": SamplingParams(rules=LogitRules(repetition_penalty=1.75)),
+    "frequency": SamplingParams(rules=LogitRules(frequency_penalty=1.5)),
+    "presence": SamplingParams(temperature=0.8, rules=LogitRules(presence_penalty=-1.0)),
+    "bias": SamplingParams(top_k=2, rules=LogitRules(logit_bias=((1, 2.0), (2, -100.0)))),
+    "min_tokens": SamplingParams(rules=LogitRules(min_tokens=2)),
+    "every rule": SamplingParams(
+        temperature=1.2,
+        top_p=0.9,
+        rules=LogitRules(1.25, 0.75, 0.5, logit_bias=((1, 0.5),), min_tokens=1),
+    ),
+    "every rule, greedy": SamplingParams(
+        temperature=0.0, rules=LogitRules(1.25, 0.75, 0.5, logit_bias=((1, 0.5),), min_tokens=1)
+    ),
 }
 
 
@@ -71,6 +89,19 @@ def uniform_length(length: int) -> Scheduler:
 def test_any_verify_len_keeps_the_law(name: str, verify_len: int) -> None:
     pair = TinyPair.random(1, gamma=2, vocab=4, dtype=torch.float64)
     assert law_error([pair], [PARAMS[name]], uniform_length(verify_len)) < 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_logit_rules_keep_the_law_that_they_give_without_drafts(name: str) -> None:
+    pair = TinyPair.random(1, gamma=2, vocab=4, dtype=torch.float64)
+    assert law_error([pair], [RULES[name]], uniform_length(2)) < 1e-9
+
+
+@pytest.mark.parametrize("verify_len", range(2))
+def test_logit_rules_keep_their_law_at_other_lengths(verify_len: int) -> None:
+    pair = TinyPair.random(11, gamma=2, vocab=3, dtype=torch.float64)
+    params = [RULES["every rule"]]
+    assert law_error([pair], params, uniform_length(verify_len), draft_top_k=3) < 1e-9
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.core import prefix_scheduler
+from actors.core import logit_edits, prefix_scheduler
+from actors.core.logit_rules import LogitRules
 from actors.core.sampling import SamplingParams
 from kernels import block_reference, reference
 from tests.torch_cpu.exact_law import Code
@@ -25,6 +26,9 @@ from tests.torch_cpu.test_losslessness import (
 from tests.torch_cpu.tiny_pair import TinyPair
 
 TRUNCATED = SamplingParams(temperature=3.0, top_k=3, top_p=0.75)
+RULED = SamplingParams(
+    rules=LogitRules(repetition_penalty=1.5, frequency_penalty=1.0, min_tokens=1)
+)
 CAUGHT = 1e-3
 
 
@@ -44,6 +48,8 @@ class Break:
         broken = mutant(self.module, self.old, self.new)
         if self.module is reference:
             return replace(Code(), verify=broken.verify)
+        if self.module is logit_edits:
+            return replace(Code(), logit_edits=broken.logit_edits)
         return replace(Code(), sample_block=broken.sample_block)
 
 
@@ -89,6 +95,27 @@ BREAKS = {
         "torch.where(whole, mass[:, -1], 1.0)",
         "1.0 + 0 * mass[:, -1]",
         TRUNCATED,
+    ),
+    "penalties blind to the drafts": Break(
+        logit_edits,
+        "steps[np.arange(1, num_positions), np.searchsorted(ids, counted)] = 1",
+        "pass",
+        RULED,
+    ),
+    "penalties that count a draft at its own position": Break(
+        logit_edits,
+        "steps[np.arange(1, num_positions), np.searchsorted(ids, counted)] = 1",
+        "steps[np.arange(num_positions - 1), np.searchsorted(ids, counted)] = 1",
+        RULED,
+    ),
+    "a least length that forgets the drafts": Break(
+        logit_edits,
+        "min(max(0, rules.min_tokens - special.num_output), num_positions)",
+        "num_positions if rules.min_tokens > special.num_output else 0",
+        RULED,
+    ),
+    "edits of another row": Break(
+        logit_edits, "int(firsts[special.row]) +", "int(firsts[special.row] * 0) +", RULED
     ),
     "q before truncation": Break(
         block_reference,

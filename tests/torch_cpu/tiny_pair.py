@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from actors.core.logit_rules import LogitRules
 from actors.core.sampling import SamplingParams
 from actors.core.survival import survivals
 from kernels.block_reference import MarkovHead
@@ -80,12 +81,43 @@ def processed(logits: Float64, params: SamplingParams) -> Float64:
     return kept / kept.sum()
 
 
+STOPS = (0,)  # the stop tokens of every request here
+
+
+def ruled(logits: Float64, rules: LogitRules, tokens: tuple[int, ...]) -> Float64:
+    """Logits after the rules, written again from their definition; `tokens` are a prompt of one and the output."""
+    output, changed = tokens[1:], logits.copy()
+    for token in range(len(logits)):
+        if token in tokens:
+            penalty = rules.repetition_penalty
+            changed[token] = (
+                changed[token] / penalty if changed[token] > 0 else changed[token] * penalty
+            )
+        changed[token] -= rules.frequency_penalty * output.count(token)
+        changed[token] -= rules.presence_penalty * (token in output)
+        changed[token] += dict(rules.logit_bias).get(token, 0.0)
+        if token in STOPS and len(output) < rules.min_tokens:
+            changed[token] = -np.inf
+    return changed
+
+
+def next_law(pair: TinyPair, tokens: tuple[int, ...], params: SamplingParams) -> Float64:
+    """P(next | the anchor and what came after it), [V], without speculation."""
+    logits = pair.target[len(tokens) - 1, tokens[-1]].double().numpy()
+    if params.rules is not None:
+        logits = ruled(logits, params.rules, tokens)
+    return processed(logits, params)
+
+
+def rest_law(pair: TinyPair, tokens: tuple[int, ...], params: SamplingParams) -> Float64:
+    """P(everything up to y_{gamma+1} | the tokens so far), [V] * what is left, without speculation."""
+    if len(tokens) == pair.gamma + 2:
+        return np.ones(())
+    law = next_law(pair, tokens, params)
+    rest = [rest_law(pair, (*tokens, token), params) for token in range(pair.vocab)]
+    return np.stack([p * after for p, after in zip(law, rest, strict=True)])
+
+
 def target_law(pair: TinyPair, anchor: int, params: SamplingParams) -> Float64:
     """P(y_1..y_{gamma+1}) without speculation, [V] * (gamma + 1)."""
-    law = np.ones(())
-    for k in range(pair.gamma + 1):
-        rows = np.stack(
-            [processed(pair.target[k, v].double().numpy(), params) for v in range(pair.vocab)]
-        )
-        law = law[..., None] * (rows[anchor] if k == 0 else rows)
-    return law
+    return rest_law(pair, (anchor,), params)
