@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import FinishReason
 from cluster.dispatcher import Dispatcher
 from cluster.intake import Job
@@ -22,14 +23,18 @@ class Piece:
 
     text: str
     finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] = ()  # those read since the last piece
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
 
 
 class Answer:
     """A live stream as text. `close` frees everything, at any time."""
 
     def __init__(self, job: Job, live: LiveStream, codec: TextCodec, metrics: FrontMetrics) -> None:
+        self.job = job
         self._live = live
         self._text = job.text_stream(codec)
+        self._num_shown = 0  # tokens handed on in pieces
         self._metrics = metrics
         self._opened_s = asyncio.get_running_loop().time()
         self._first_token_s: float | None = None
@@ -63,20 +68,28 @@ class Answer:
             async for update in updates:
                 self._clock_first_token()
                 shown = self._text.feed(update.token_ids)
+                fresh = update.token_ids[: shown.num_consumed]
                 if shown.stopped:
                     surplus = len(update.token_ids) - shown.num_consumed
                     journal.close("stop", len(journal.token_ids) - surplus)
                     self.close()  # the rank is still generating
-                    yield Piece(shown.text, "stop")
+                    yield self._piece(shown.text, "stop", fresh)
                     return
                 if update.finish_reason is None:
-                    if shown.text:
-                        yield Piece(shown.text, None)
+                    if shown.text or self.job.shows_tokens:
+                        yield self._piece(shown.text, None, fresh)
                     continue
                 rest = self._text.flush()
-                yield Piece(
-                    shown.text + rest.text, "stop" if rest.stopped else update.finish_reason
-                )
+                reason = "stop" if rest.stopped else update.finish_reason
+                yield self._piece(shown.text + rest.text, reason, fresh)
+
+    def _piece(self, text: str, reason: FinishReason | None, fresh: tuple[int, ...]) -> Piece:
+        if not self.job.shows_tokens:
+            return Piece(text, reason)
+        start = self._num_shown
+        self._num_shown += len(fresh)
+        logprobs = tuple(self._live.journal.logprobs[start : self._num_shown])
+        return Piece(text, reason, fresh, logprobs)
 
     def close(self) -> None:
         """The answer is over, whatever the reason. Idempotent."""

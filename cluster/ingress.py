@@ -17,21 +17,24 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
 from cluster.answers import Answer, open_answers
+from cluster.api_errors import ApiError
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
 from cluster.intake import Intake, Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
 from cluster.openai_api import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
-    parse_request,
+    TokenizeRequest,
 )
+from cluster.openai_parse import parse_request
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
 from cluster.telemetry import FrontMetrics, RequestSpan, curve_counters, rank_gauges
+from cluster.token_endpoints import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,14 @@ class Front:
     async def completion(self, request: Request) -> Response:
         return await self._serve(request, "completion", CompletionRequest)
 
+    async def tokenize(self, request: Request) -> Response:
+        parsed = parse_request(TokenizeRequest, await _body(request))
+        return JSONResponse(tokenize(self.intake, parsed))
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = parse_request(DetokenizeRequest, await _body(request))
+        return JSONResponse(detokenize(self.intake, parsed))
+
     async def _serve(
         self,
         request: Request,
@@ -102,9 +113,10 @@ class Front:
             span.end(answers[0].finish_reason)
 
         if parsed.stream:
-            return SseResponse(event_stream(answers, envelope), close)
+            return SseResponse(event_stream(answers, envelope, self.intake.codec), close)
         try:
-            return JSONResponse(await unless_disconnected(request, whole_answer(answers, envelope)))
+            whole = whole_answer(answers, envelope, self.intake.codec)
+            return JSONResponse(await unless_disconnected(request, whole))
         except StreamError as error:
             raise failure_of(error) from error
         finally:
@@ -141,16 +153,28 @@ class Front:
 
     # --- about the server -------------------------------------------------------------------------------------------
 
-    def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.model_card()]}
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self.model_card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.intake.check_model(name)
+        return JSONResponse(self.model_card())
 
     def model_card(self) -> dict[str, Any]:
+        codec = self.intake.codec
         return {
             "id": self.model.name,
             "object": "model",
             "created": self.model.created,
             "owned_by": "dspark",
+            "root": self.model.name,
+            "parent": None,
             "max_model_len": self.model.max_model_len,
+            "vocab_size": codec.vocab_size,
+            "eos_token_ids": list(codec.eos_token_ids),
+            "has_chat_template": codec.has_chat_template,
+            "default_sampling": dict(codec.default_sampling),
         }
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -189,20 +213,16 @@ async def _body(request: Request) -> bytes:
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The ASGI application over `front`; starting and stopping its dispatcher is for `lifespan` or the caller."""
     app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_api_route("/v1/chat/completions", _guarded(front, front.chat), methods=["POST"])
-    app.add_api_route("/v1/completions", _guarded(front, front.completion), methods=["POST"])
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return front.models()
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if name != front.model.name:
-            return _error_response(
-                ApiError(404, f"model={name!r}: not served here", code="model_not_found")
-            )
-        return JSONResponse(front.model_card())
+    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        ("POST", "/v1/chat/completions", front.chat),
+        ("POST", "/v1/completions", front.completion),
+        ("POST", "/tokenize", front.tokenize),
+        ("POST", "/detokenize", front.detokenize),
+        ("GET", "/v1/models", front.models),
+        ("GET", "/v1/models/{name:path}", front.one_model),
+    ]
+    for method, path, handler in routes:
+        app.add_api_route(path, _guarded(front, handler), methods=[method])
 
     @app.get(
         "/v1/requests/{response_id}/explain",
@@ -259,5 +279,4 @@ def _guarded(
 
 
 def _error_response(error: ApiError) -> Response:
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, error.headers)

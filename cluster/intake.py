@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.core.sampling import SamplingParams
+from cluster.api_errors import ApiError, bad_request
 from cluster.openai_api import (
     MAX_PROMPTS,
-    ApiError,
     ChatRequest,
     CompletionRequest,
     DsparkOptions,
     GenerationRequest,
-    bad_request,
+    TokenizeRequest,
 )
+from cluster.request_sampling import sampling_of
 from cluster.streams import StreamOrder, TextStream
 from cluster.text import ChatTemplateError, TextCodec
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's own default for /v1/completions
 # No tokenizer here makes a token of more bytes on average; a longer prompt is refused before it is tokenised.
 MAX_BYTES_PER_TOKEN = 64
+
+Prompt = tuple[Sequence[int], str]  # its token ids, and the text shown before the answer
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,30 @@ class IntakeLimits:
     max_stop_strings: int
     classes: tuple[str, ...] = ()  # of service, as configured
     ranks: tuple[str, ...] = ()  # that a request may name; none unless rank hints are allowed
+    max_choices: int = 16
+    max_request_tokens: int = 131072  # of all choices together, prompts included
 
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request: what to generate, and how its text is made."""
+    """One choice of a request: what to generate, and how its text is made."""
 
     order: StreamOrder
     stop_strings: tuple[str, ...]
     hidden_ids: frozenset[int]
+    is_first_choice: bool = True  # of its prompt, which counts once however many choices it gets
+    shows_ids: bool = False
+    echo: str = ""  # text shown before the answer
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the client sees more of tokens than their text."""
+        return self.shows_ids or self.order.sampling.logprobs is not None
 
     def text_stream(self, codec: TextCodec) -> TextStream:
-        return TextStream(codec.detokenizer(), self.stop_strings, self.hidden_ids)
+        rules = self.order.sampling.rules
+        min_tokens = 0 if rules is None else rules.min_tokens
+        return TextStream(codec.detokenizer(), self.stop_strings, self.hidden_ids, min_tokens)
 
 
 class Intake:
@@ -71,75 +85,98 @@ class Intake:
     def jobs(
         self, request: GenerationRequest, response_id: str, traceparent: str | None
     ) -> list[Job]:
-        """One job a prompt.
+        """One job a choice: those of the first prompt, then those of the next.
 
         Raises:
             ApiError: the request cannot be served as it is.
         """
+        self._check(request)
         if isinstance(request, ChatRequest):
-            return self.chat(request, response_id, traceparent)
-        assert isinstance(request, CompletionRequest)
-        return self.completion(request, response_id, traceparent)
+            prompts: list[Prompt] = [(self.chat_prompt(request), "")]
+            field, default_len = "messages", self.limits.default_max_tokens
+        else:
+            assert isinstance(request, CompletionRequest)
+            prompts = self._completion_prompts(request)
+            field, default_len = "prompt", COMPLETION_MAX_TOKENS
+        num_jobs = len(prompts) * request.num_choices
+        jobs: list[Job] = []
+        num_tokens = 0
+        for prompt_ids, echo in prompts:
+            limit = self._output_len(field, len(prompt_ids), request.output_limit, default_len)
+            if (request.min_tokens or 0) > limit:
+                raise bad_request(
+                    "min_tokens", request.min_tokens, f"at most {limit} output tokens are possible"
+                )
+            num_tokens += request.num_choices * (len(prompt_ids) + limit)
+            for choice in range(request.num_choices):
+                job_id = response_id if num_jobs == 1 else f"{response_id}-{len(jobs)}"
+                order = self._order(request, job_id, prompt_ids, limit, choice)
+                jobs.append(
+                    self._job(request, replace(order, traceparent=traceparent), choice, echo)
+                )
+        self._check_total(request, num_tokens)
+        return jobs
 
-    def chat(self, request: ChatRequest, response_id: str, traceparent: str | None) -> list[Job]:
-        """The one job of a chat.
+    def chat_prompt(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        """The token ids that the chat template makes of the messages.
 
         Raises:
-            ApiError: unknown model, messages the template refuses, or too long.
+            ApiError: messages the template refuses, or too long.
         """
-        self._check(request)
         messages = [
             {"role": "system" if m.role == "developer" else m.role, "content": m.text}
-            for m in request.messages
+            for m in request.messages or ()
         ]
         try:
             prompt = self.codec.render_chat(messages, _template_arguments(request))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-        prompt_ids = self._tokenise("messages", prompt, add_special_tokens=False)
-        wanted = request.max_completion_tokens or request.max_tokens
-        limit = self._output_len(
-            "messages", len(prompt_ids), wanted, self.limits.default_max_tokens
-        )
-        return [self._job(request, response_id, prompt_ids, limit, traceparent)]
+        return self._tokenise("messages", prompt, add_special_tokens=False)
 
-    def completion(
-        self, request: CompletionRequest, response_id: str, traceparent: str | None
-    ) -> list[Job]:
-        """One job a prompt.
-
-        Raises:
-            ApiError: unknown model, too many, empty or too long prompts, ids outside the vocabulary.
-        """
-        self._check(request)
+    def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         if not 1 <= len(request.prompts) <= MAX_PROMPTS:
             raise bad_request("prompt", request.prompt, f"give 1 to {MAX_PROMPTS} prompts")
-        jobs = []
-        for index, prompt in enumerate(request.prompts):
+        prompts: list[Prompt] = []
+        for prompt in request.prompts:
             prompt_ids: Sequence[int]
             if isinstance(prompt, str):
-                prompt_ids = self._tokenise("prompt", prompt, add_special_tokens=True)
+                prompt_ids, text = self.tokenise_prompt(prompt), prompt
             else:
-                prompt_ids = self._checked_ids("prompt", prompt)
+                prompt_ids = self.checked_ids("prompt", prompt)
+                text = self.codec.decode(prompt_ids) if request.echo else ""
             if not prompt_ids:
                 raise bad_request(
                     "prompt", request.prompt, "an empty prompt has no token to go on from"
                 )
-            limit = self._output_len(
-                "prompt", len(prompt_ids), request.max_tokens, COMPLETION_MAX_TOKENS
-            )
-            job_id = response_id if len(request.prompts) == 1 else f"{response_id}-{index}"
-            jobs.append(self._job(request, job_id, prompt_ids, limit, traceparent))
-        return jobs
+            prompts.append((prompt_ids, text if request.echo else ""))
+        return prompts
 
-    def _check(self, request: GenerationRequest) -> None:
-        if request.model not in (None, self.limits.model_name):
+    def tokenise_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt.
+
+        Raises:
+            ApiError: it cannot fit.
+        """
+        return self._tokenise("prompt", text, add_special_tokens=add_special_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """One model is served.
+
+        Raises:
+            ApiError: 404 for another one.
+        """
+        if name not in (None, self.limits.model_name):
             raise ApiError(
                 404,
-                f"model={request.model!r}: not served here; use {self.limits.model_name!r}",
+                f"model={name!r}: not served here; use {self.limits.model_name!r}",
                 param="model",
                 code="model_not_found",
             )
+
+    def _check(self, request: GenerationRequest) -> None:
+        self.check_model(request.model)
+        if request.num_choices > self.limits.max_choices:
+            raise bad_request("n", request.n, f"at most {self.limits.max_choices} choices")
         stops = request.stop_strings
         if len(stops) > self.limits.max_stop_strings:
             raise bad_request(
@@ -149,7 +186,7 @@ class Intake:
             raise bad_request(
                 "stop", request.stop, "an empty string would stop at once; leave it out"
             )
-        self._checked_ids("stop_token_ids", request.stop_token_ids or [])
+        self.checked_ids("stop_token_ids", request.stop_token_ids or [])
         if request.dspark is not None:
             self._check_options(request.dspark)
 
@@ -162,7 +199,23 @@ class Intake:
             remedy = f"known: {', '.join(ranks)}" if ranks else "ingress.allow_rank_hint is off"
             raise bad_request("dspark.rank", options.rank, f"{remedy}; or leave it out")
 
-    def _checked_ids(self, field: str, token_ids: Sequence[int]) -> Sequence[int]:
+    def _check_total(self, request: GenerationRequest, num_tokens: int) -> None:
+        if num_tokens > self.limits.max_request_tokens:
+            field = "n" if request.num_choices > 1 else "prompt"
+            raise ApiError(
+                400,
+                f"{field}: all choices together may take {num_tokens} tokens, prompts included, and one request at "
+                f"most {self.limits.max_request_tokens}; ask for fewer choices or a smaller max_tokens",
+                param=field,
+                code="request_too_large",
+            )
+
+    def checked_ids(self, field: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """The ids themselves.
+
+        Raises:
+            ApiError: one of them is no token.
+        """
         for token_id in token_ids:
             if not 0 <= token_id < self.codec.vocab_size:
                 raise bad_request(
@@ -203,54 +256,40 @@ class Intake:
             )
         return wanted or min(default, room)
 
-    def _job(
+    def _order(
         self,
         request: GenerationRequest,
         request_id: str,
         prompt_ids: Sequence[int],
         max_new_tokens: int,
-        traceparent: str | None,
-    ) -> Job:
-        own_stops = tuple(request.stop_token_ids or ())
+        choice: int,
+    ) -> StreamOrder:
         eos = () if request.ignore_eos else self.codec.eos_token_ids
-        stop_token_ids = tuple(dict.fromkeys((*eos, *own_stops)))
         options = request.dspark or DsparkOptions()
         named = options.service_class
-        order = StreamOrder(
+        return StreamOrder(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             max_new_tokens=max_new_tokens,
-            sampling=self._sampling(request),
-            stop_token_ids=stop_token_ids,
-            traceparent=traceparent,
+            sampling=sampling_of(request, self.codec, self._draw_key(), choice),
+            stop_token_ids=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
             class_id=0 if named is None else self.limits.classes.index(named),
             rank=options.rank,
             explain=options.explain,
         )
-        return Job(order, request.stop_strings, self.codec.special_ids | set(stop_token_ids))
 
-    def _sampling(self, request: GenerationRequest) -> SamplingParams:
-        defaults = self.codec.default_sampling
-        given = {
-            name: defaults.get(name, fallback) if value is None else value
-            for name, value, fallback in (
-                ("temperature", request.temperature, 1.0),
-                ("top_p", request.top_p, 1.0),
-                ("top_k", request.top_k, 0),
-            )
-        }
-        return SamplingParams(
-            temperature=float(given["temperature"]),
-            top_p=float(given["top_p"]),
-            # -1 keeps all, in vLLM's words; so does more than there are, and ranks keep it in 32 bits.
-            top_k=min(max(0, int(given["top_k"])), self.codec.vocab_size),
-            seed=request.seed,
-            noise_key=self._draw_key() if request.seed is None else request.seed,
-            speculation=request.dspark is None or request.dspark.speculation,
+    def _job(self, request: GenerationRequest, order: StreamOrder, choice: int, echo: str) -> Job:
+        return Job(
+            order,
+            request.stop_strings,
+            self.codec.special_ids | set(order.stop_token_ids),
+            is_first_choice=choice == 0,
+            shows_ids=bool(request.return_token_ids),
+            echo=echo,
         )
 
 
-def _template_arguments(request: ChatRequest) -> dict[str, Any]:
+def _template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     arguments = request.chat_template_kwargs or {}
     for name in ("messages", "add_generation_prompt", "tools"):
         if name in arguments:

@@ -1,72 +1,16 @@
-"""The OpenAI-compatible requests: what is accepted, what is refused, and in whose words."""
+"""The OpenAI-compatible requests, field by field. `cluster.openai_parse` makes them of bytes."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-MAX_SHOWN_VALUE = 80  # characters of a bad value repeated to the client
+from actors.core.logit_rules import LogprobsOrder
+
 MAX_PROMPTS = 128
-
-
-class ApiError(Exception):
-    """An error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-    @property
-    def body(self) -> dict[str, dict[str, str | None]]:
-        kind = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind.get(self.status, default),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-def bad_request(field: str, value: object, remedy: str, code: str = "invalid_value") -> ApiError:
-    """400 that names the field, the value and the remedy."""
-    return ApiError(400, f"{field}={shown(value)}: {remedy}", param=field, code=code)
-
-
-def shown(value: object) -> str:
-    """The value as JSON, shortened; lone surrogates stay escaped."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = ascii(value)
-    return text if len(text) <= MAX_SHOWN_VALUE else text[: MAX_SHOWN_VALUE - 1] + "…"
-
-
-# --- schemas ----------------------------------------------------------------------------------------------------------
+MAX_TOP_LOGPROBS = 20
 
 
 class Schema(BaseModel):
@@ -80,6 +24,11 @@ def _whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _no_false(value: object) -> object:
+    # Chat's way of asking for none.
+    return None if value is False else value
+
+
 def _encodable(text: str) -> str:
     try:
         text.encode()
@@ -91,6 +40,7 @@ def _encodable(text: str) -> str:
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
@@ -106,6 +56,8 @@ class DsparkOptions(BaseModel):
     service_class: str | None = Field(None, alias="class")
     rank: str | None = None  # only where `ingress.allow_rank_hint` is set
     explain: bool = False  # keep why its rounds were verified as far as they were
+    # Of the model's own distribution, or of the one that is sampled from.
+    logprobs: Literal["raw", "processed"] = "raw"
 
 
 class GenerationRequest(Schema):
@@ -120,6 +72,15 @@ class GenerationRequest(Schema):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     max_tokens: Int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)  # the newer name; it wins
+    min_tokens: Int | None = Field(None, ge=0)
+    n: Int | None = Field(None, ge=1)
+    best_of: Int | None = Field(None, ge=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: dict[str, Bias] | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -130,6 +91,25 @@ class GenerationRequest(Schema):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives beside each token's own log probability; None asks for no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def logprobs_order(self) -> LogprobsOrder | None:
+        num_top = self.num_top_logprobs
+        of: Literal["raw", "processed"] = "raw" if self.dspark is None else self.dspark.logprobs
+        return None if num_top is None else LogprobsOrder(num_top, of)
 
     @property
     def include_usage(self) -> bool:
@@ -154,12 +134,25 @@ class ChatMessage(Schema):
 
 class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: Int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Text | list[Text] | list[Int] | list[list[Int]]
+    logprobs: Annotated[Int | None, BeforeValidator(_no_false)] = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS
+    )
+    echo: bool | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -170,124 +163,17 @@ class CompletionRequest(GenerationRequest):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
-# --- features that would change the output and that we do not have ----------------------------------------------------
+class TokenizeRequest(Schema):
+    """Of a prompt, or of what the chat template makes of messages."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None  # of a prompt; left out: true
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _always(_: object) -> bool:
-    return True
-
-
-def _other_than(*harmless: object) -> Callable[[object], bool]:
-    return lambda value: value not in harmless
-
-
-_REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "n": (_other_than(1), "only one choice per request; send several requests"),
-    "best_of": (_other_than(1), "only one choice per request; send several requests"),
-    "logprobs": (
-        lambda value: value is not False,
-        "log probabilities are not available; leave it out",
-    ),
-    "top_logprobs": (_other_than(0), "log probabilities are not available; leave it out"),
-    "prompt_logprobs": (_always, "log probabilities are not available; leave it out"),
-    "tools": (_other_than([]), "tool calls are not available; leave it out"),
-    "tool_choice": (_other_than("none", "auto"), "tool calls are not available; leave it out"),
-    "functions": (_other_than([]), "function calls are not available; leave it out"),
-    "function_call": (
-        _other_than("none", "auto"),
-        "function calls are not available; leave it out",
-    ),
-    "response_format": (
-        _other_than({"type": "text"}),
-        "only plain text is available; leave it out",
-    ),
-    "structured_outputs": (_always, "only plain text is available; leave it out"),
-    "guided_json": (_always, "only plain text is available; leave it out"),
-    "guided_regex": (_always, "only plain text is available; leave it out"),
-    "guided_choice": (_always, "only plain text is available; leave it out"),
-    "guided_grammar": (_always, "only plain text is available; leave it out"),
-    "modalities": (_other_than(["text"]), "only text is available; leave it out"),
-    "audio": (_always, "only text is available; leave it out"),
-    "logit_bias": (_other_than({}), "logits cannot be biased; leave it out"),
-    "presence_penalty": (_other_than(0), "penalties are not available; use 0"),
-    "frequency_penalty": (_other_than(0), "penalties are not available; use 0"),
-    "repetition_penalty": (_other_than(1), "penalties are not available; use 1"),
-    "min_p": (_other_than(0), "not available; use 0, or top_p"),
-    "min_tokens": (_other_than(0), "not available; use 0"),
-    "echo": (_other_than(False), "the prompt cannot be repeated in the answer; use false"),
-    "suffix": (_other_than(""), "text cannot be filled in before a suffix; leave it out"),
-    "use_beam_search": (_other_than(False), "beam search is not available; use false"),
-    "include_stop_str_in_output": (_other_than(False), "not available; use false"),
-    "skip_special_tokens": (_other_than(True), "special tokens are never shown; use true"),
-    "continue_final_message": (_other_than(False), "not available; use /v1/completions"),
-    "add_generation_prompt": (_other_than(True), "not available; use /v1/completions"),
-    "chat_template": (_always, "the model's own chat template is used; leave it out"),
-    "tool_calls": (_other_than([]), "tool calls are not available; leave it out"),
-}
-
-
-def refuse_unsupported(extra: dict[str, Any] | None, where: str = "") -> None:
-    """Refuse, by name, fields that would change the output; a null is as good as nothing."""
-    for name, value in (extra or {}).items():
-        rule = _REFUSED.get(name)
-        if rule is not None and value is not None and rule[0](value):
-            raise bad_request(where + name, value, rule[1], code="unsupported_parameter")
-
-
-# --- parsing ----------------------------------------------------------------------------------------------------------
-
-# Where several forms are accepted, pydantic would name only the first.
-_BRANCHES = {
-    "stop": "give a string or a list of strings",
-    "prompt": "give a string, a list of strings, a list of token ids, or a list of such lists",
-    "content": 'give a string or a list of {"type": "text", "text": "…"} parts',
-}
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
-
-
-def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
-    """A checked request.
-
-    Raises:
-        ApiError: 400 naming the first bad field, its value and the remedy.
-    """
-    try:
-        content = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(
-            400, f"the body is not JSON ({error}); send one JSON object", code="invalid_json"
-        ) from error
-    if not isinstance(content, dict):
-        raise ApiError(400, f"body={shown(content)}: send one JSON object", code="invalid_json")
-    try:
-        request = kind.model_validate(content)
-    except ValidationError as error:
-        raise _first_problem(error) from error
-    refuse_unsupported(request.model_extra)
-    if isinstance(request, ChatRequest):
-        for index, message in enumerate(request.messages):
-            refuse_unsupported(message.model_extra, f"messages[{index}].")
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options", content["stream_options"], "only with stream=true")
-    return request
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _first_problem(error: ValidationError) -> ApiError:
-    problem = error.errors(include_url=False)[0]
-    field = ""
-    for part in problem["loc"]:
-        if isinstance(part, int):
-            field += f"[{part}]"
-        elif re.fullmatch(r"[a-z_]+", part) and part not in ("str", "int"):
-            field += f".{part}" if field else part
-        else:
-            break  # what follows names pydantic's branches, not the client's fields
-    if problem["type"] == "missing":
-        return ApiError(400, f"{field}: this field is required", param=field, code="missing_field")
-    remedy = _BRANCHES.get(field.rpartition(".")[2].partition("[")[0], problem["msg"])
-    return bad_request(field, problem["input"], remedy)
+class DetokenizeRequest(Schema):
+    model: str | None = None
+    tokens: list[Int]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from cluster.streams import SpeculationCounts
@@ -31,6 +33,7 @@ def usage_of(
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},  # there is no prefix cache
         "completion_tokens_details": {
             "accepted_prediction_tokens": counts.num_accepted,
             "rejected_prediction_tokens": counts.num_scheduled - counts.num_accepted,
@@ -42,6 +45,19 @@ def usage_of(
             "num_accepted": counts.num_accepted,
         },
     }
+
+
+Details = Mapping[str, Any]  # fields of a choice about its tokens: log probabilities, ids
+NOTHING: Details = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class WholeChoice:
+    """One finished choice."""
+
+    text: str
+    finish_reason: str
+    details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,9 +77,9 @@ class Envelope:
             [self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None)]
         )
 
-    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+    def text_chunk(self, index: int, text: str, details: Details = NOTHING) -> dict[str, Any]:
         content = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
-        return self._chunk([self._choice(index, content, None)])
+        return self._chunk([self._choice(index, content, None, details)])
 
     def finish_chunk(self, index: int, finish_reason: str) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
@@ -72,20 +88,21 @@ class Envelope:
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk([]), "usage": usage}
 
-    def whole(self, texts: list[tuple[str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer in one piece; `texts` holds (text, finish_reason) of every choice."""
-        choices = [
+    def whole(self, choices: list[WholeChoice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        shown = [
             self._choice(
                 index,
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
+                {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
                 if self.kind == "chat"
-                else {"text": text},
-                finish_reason,
+                else {"text": choice.text},
+                choice.finish_reason,
+                choice.details,
             )
-            for index, (text, finish_reason) in enumerate(texts)
+            for index, choice in enumerate(choices)
         ]
         name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return {**self._head(name), "choices": choices, "usage": usage}
+        return {**self._head(name), "choices": shown, "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
@@ -102,5 +119,13 @@ class Envelope:
         }
 
     @staticmethod
-    def _choice(index: int, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(
+        index: int, content: dict[str, Any], finish_reason: str | None, details: Details = NOTHING
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            **content,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            **details,
+        }

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
+from actors.core.logit_rules import TokenLogprobs
 from cluster.answers import Answer, merged_pieces
+from cluster.api_errors import ApiError
+from cluster.intake import Job
 from cluster.live_stream import StreamError
-from cluster.openai_api import ApiError
-from cluster.openai_responses import DONE_EVENT, Envelope, sse_event, usage_of
+from cluster.logprobs import LogprobsWriter
+from cluster.openai_responses import (
+    DONE_EVENT,
+    Details,
+    Envelope,
+    WholeChoice,
+    sse_event,
+    usage_of,
+)
+from cluster.text import TextCodec
 
 logger = logging.getLogger(__name__)
 
 
-async def event_stream(answers: list[Answer], envelope: Envelope) -> AsyncGenerator[bytes, None]:
+async def event_stream(
+    answers: list[Answer], envelope: Envelope, codec: TextCodec
+) -> AsyncGenerator[bytes, None]:
     """The events of a streamed response; one that cannot go on ends with an error event instead of `[DONE]`."""
     if envelope.kind == "chat":
         yield b"".join(sse_event(envelope.role_chunk(i)) for i in range(len(answers)))
+    for index, answer in enumerate(answers):
+        if answer.job.echo:
+            yield sse_event(envelope.text_chunk(index, answer.job.echo))
+    details = [TokenDetails(answer.job, envelope.kind, codec) for answer in answers]
     try:
         async with aclosing(merged_pieces(answers)) as pieces:
             async for index, piece in pieces:
                 # One write a step, however many tokens it brought.
-                text = sse_event(envelope.text_chunk(index, piece.text)) if piece.text else b""
+                text = b""
+                if piece.text or piece.token_ids:
+                    about = details[index].of(piece.token_ids, piece.logprobs)
+                    text = sse_event(envelope.text_chunk(index, piece.text, about))
                 if piece.finish_reason is not None:
                     text += sse_event(envelope.finish_chunk(index, piece.finish_reason))
                 yield text
@@ -36,19 +56,51 @@ async def event_stream(answers: list[Answer], envelope: Envelope) -> AsyncGenera
     yield DONE_EVENT
 
 
-async def whole_answer(answers: list[Answer], envelope: Envelope) -> dict[str, Any]:
+async def whole_answer(
+    answers: list[Answer], envelope: Envelope, codec: TextCodec
+) -> dict[str, Any]:
     """The response in one piece.
 
     Raises:
         StreamError: one of the streams cannot go on.
     """
-    texts = [""] * len(answers)
+    texts = [answer.job.echo for answer in answers]
     reasons = [""] * len(answers)
+    token_ids: list[list[int]] = [[] for _ in answers]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in answers]
     async with aclosing(merged_pieces(answers)) as pieces:
         async for index, piece in pieces:
             texts[index] += piece.text
+            token_ids[index] += piece.token_ids
+            logprobs[index] += piece.logprobs
             reasons[index] = piece.finish_reason or ""
-    return envelope.whole(list(zip(texts, reasons, strict=True)), _usage(answers))
+    details = [TokenDetails(answer.job, envelope.kind, codec) for answer in answers]
+    choices = [
+        WholeChoice(texts[i], reasons[i], about.of(token_ids[i], logprobs[i]))
+        for i, about in enumerate(details)
+    ]
+    return envelope.whole(choices, _usage(answers))
+
+
+class TokenDetails:
+    """What one choice says of its tokens beside their text."""
+
+    def __init__(self, job: Job, kind: Literal["chat", "completion"], codec: TextCodec) -> None:
+        self._shows_ids = job.shows_ids
+        self._writer = (
+            LogprobsWriter(kind, codec, job.hidden_ids)
+            if job.order.sampling.logprobs is not None
+            else None
+        )
+
+    def of(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Details:
+        """Fields about the tokens that come next."""
+        details: dict[str, Any] = {}
+        if self._writer is not None:
+            details["logprobs"] = self._writer.show(token_ids, logprobs)
+        if self._shows_ids:
+            details["token_ids"] = list(token_ids)
+        return details
 
 
 def failure_of(error: StreamError) -> ApiError:
@@ -61,5 +113,5 @@ def _usage(answers: list[Answer]) -> dict[str, Any]:
     counts = answers[0].counts
     for answer in answers[1:]:
         counts += answer.counts
-    num_prompt = sum(answer.num_prompt_tokens for answer in answers)
+    num_prompt = sum(a.num_prompt_tokens for a in answers if a.job.is_first_choice)
     return usage_of(num_prompt, sum(answer.num_tokens for answer in answers), counts)

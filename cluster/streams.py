@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
 from actors.core.sampling import SamplingParams
 from cluster.text import Detokenizer
@@ -60,6 +61,7 @@ class StreamJournal:
     def __init__(self, order: StreamOrder) -> None:
         self.order = order
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []  # one a token, where they were asked for
         self.generation = -1  # not placed yet
         self.finish_reason: FinishReason | None = None
         self.num_late = 0
@@ -120,8 +122,12 @@ class StreamJournal:
             raise JournalConflict(f"{end} tokens where {self.order.max_new_tokens} were asked for")
         if end < held and delta.finish_reason in ("stop", "length"):
             raise JournalConflict(f"finished at token {end}, but {held} were already sent")
+        wanted = len(delta.token_ids) if self.order.sampling.logprobs is not None else 0
+        if len(delta.logprobs) != wanted:
+            raise JournalConflict(f"{len(delta.logprobs)} log probabilities, {wanted} expected")
         fresh = delta.token_ids[held - delta.first_index :]
         self.token_ids.extend(fresh)
+        self.logprobs.extend(delta.logprobs[held - delta.first_index :])
         self._fold(delta)
         if delta.finish_reason in ("stop", "length"):
             self.finish_reason = delta.finish_reason
@@ -131,7 +137,7 @@ class StreamJournal:
         """End the stream from our side: a stop string after `num_tokens` tokens, a client that left, or the time."""
         self.finish_reason = reason
         if num_tokens is not None:
-            del self.token_ids[num_tokens:]
+            del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
 
     def settle(self) -> bool:
         """Whether the ids held already end the stream, so that a lost final delta needs no replay."""
@@ -205,22 +211,36 @@ class TextPiece:
 
 
 class TextStream:
-    """The text of one stream: detokenised, without special tokens, cut at stop strings."""
+    """The text of one stream: detokenised, without special tokens, cut at stop strings.
+
+    Stop strings are looked for in the text behind the first `min_tokens` tokens.
+    """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], hidden_ids: frozenset[int]
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        hidden_ids: frozenset[int],
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stops)
         self._hidden_ids = hidden_ids
+        self._num_unscanned = min_tokens
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Token by token, so that a stop string counts the same tokens with and without speculation."""
         pieces: list[str] = []
         for consumed, token_id in enumerate(token_ids, start=1):
+            is_scanned = self._num_unscanned <= 0
+            self._num_unscanned -= 1
             if token_id in self._hidden_ids:
                 continue
-            pieces.append(self._scanner.feed(self._detokenizer.feed(token_id)))
+            text = self._detokenizer.feed(token_id)
+            if not is_scanned:
+                pieces.append(text)
+                continue
+            pieces.append(self._scanner.feed(text))
             if self._scanner.matched is not None:
                 return TextPiece("".join(pieces), consumed, stopped=True)
         return TextPiece("".join(pieces), len(token_ids), stopped=False)

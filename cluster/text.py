@@ -62,21 +62,23 @@ class ByteLevelDetokenizer:
     def feed(self, token_id: int) -> str:
         token_bytes = self._cache.get(token_id)
         if token_bytes is None:
-            token_bytes = self._cache[token_id] = self._bytes_of(token_id)
+            token_bytes = self._cache[token_id] = byte_level_bytes(self._tokenizer, token_id)
         return self._utf8.decode(token_bytes)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        # An added token is written as it is; one with a character outside the alphabet is its own UTF-8.
-        known = [_BYTE_OF_CHAR.get(char) for char in token]
-        if any(byte is None for byte in known):
-            return str(token).encode()
-        return bytes(byte for byte in known if byte is not None)
+
+def byte_level_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes behind a token of a byte-level tokenizer; none for an id that is no token."""
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    # An added token is written as it is; one with a character outside the alphabet is its own UTF-8.
+    known = [_BYTE_OF_CHAR.get(char) for char in token]
+    if any(byte is None for byte in known):
+        return str(token).encode()
+    return bytes(byte for byte in known if byte is not None)
 
 
 class WindowedDetokenizer:
@@ -168,6 +170,10 @@ class TextCodec:
             },
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; a rendered chat already holds its special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -197,6 +203,17 @@ class TextCodec:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself."""
+        if self._byte_level:
+            return byte_level_bytes(self.tokenizer, token_id)
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        detokenizer = self.detokenizer()
+        return "".join(map(detokenizer.feed, token_ids)) + detokenizer.flush()
 
     def detokenizer(self) -> Detokenizer:
         if self._byte_level:

@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import (
     AbortRequest,
     AdmittedRequest,
@@ -134,6 +135,23 @@ class ScriptedRank:
                 if running is not None and running[0].generation == message.generation:
                     del self._running[message.request_id]
 
+    def _logprobs(
+        self, request: AdmittedRequest, index: int, end: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Token i has -i / 8, the one after it in the vocabulary a little less, and so on."""
+        order = request.sampling.logprobs
+        if order is None:
+            return ()
+        tops = range(order.num_top)
+        return tuple(
+            TokenLogprobs(
+                -i / 8,
+                tuple((self.script[i] + k) % 256 for k in tops),
+                tuple(-i / 8 - k for k in tops),
+            )
+            for i in range(index, end)
+        )
+
     def _step(self) -> None:
         deltas: dict[str, list[TokenDelta]] = {}
         replies: dict[str, AdmittedRequest] = {}
@@ -159,6 +177,7 @@ class ScriptedRank:
                 num_proposed=5 * rounds,
                 num_scheduled=4 * rounds,
                 num_accepted=2 * rounds,
+                logprobs=self._logprobs(request, index, end),
             )
             if index in self.lost_indices:
                 self.lost_indices.remove(index)
@@ -248,7 +267,7 @@ async def launched(
 
     limits = StreamLimits(**{"replay_timeout_s": 3.0, **stream_limits})
     dispatcher = Dispatcher(link, routing, DispatchLimits(reservation_timeout_s, 0.05, limits))
-    intake = Intake(codec, IntakeLimits(MODEL, MAX_MODEL_LEN, 64, 4))
+    intake = Intake(codec, IntakeLimits(MODEL, MAX_MODEL_LEN, 64, 4, max_request_tokens=5000))
     front = Front(
         ServedModel(MODEL, 1, "fp_test", MAX_MODEL_LEN),
         intake,

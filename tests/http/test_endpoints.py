@@ -43,6 +43,7 @@ async def test_chat_answers_whole_with_usage(launch):
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {
             "accepted_prediction_tokens": 2 * rounds,
             "rejected_prediction_tokens": 2 * rounds,
@@ -191,6 +192,8 @@ async def test_models_health_and_metrics(launch):
     async with launch(text="Hello, world!") as server:
         card = (await server.client.get("/v1/models/tiny-bytes")).json()
         assert card["id"] == "tiny-bytes" and card["max_model_len"] == 512
+        assert (card["vocab_size"], card["eos_token_ids"]) == (258, [257])
+        assert card["has_chat_template"] and card["default_sampling"] == {}
         assert (await server.client.get("/v1/models/other")).status_code == 404
         health = await server.client.get("/health")
         assert health.status_code == 200 and health.json()["status"] == "ready"
@@ -206,7 +209,8 @@ async def test_models_health_and_metrics(launch):
         assert float(lines["vllm:spec_decode_num_accepted_tokens_total"]) == 2 * rounds
         assert float(lines["vllm:generation_tokens_total"]) == len("Hello, world!") + 1
         assert lines['vllm:request_success_total{finished_reason="stop"}'] == "1"
-        assert lines['dspark:responses_total{status="200"}'] == "1"
+        assert lines['dspark:responses_total{status="200"}'] == "2"
+        assert lines['dspark:responses_total{status="404"}'] == "1"
         server.publish(**{"rank-0": "starting"})
         await server.until(lambda: server.dispatcher.router.table.version == 2)
         health = await server.client.get("/health")

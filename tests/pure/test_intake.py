@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from actors.core.sampling import SamplingBatch
+from cluster.api_errors import ApiError
 from cluster.intake import COMPLETION_MAX_TOKENS, Intake, IntakeLimits, Job
 from cluster.model_files import text_files
-from cluster.openai_api import ApiError, ChatRequest, CompletionRequest, parse_request
+from cluster.openai_api import ChatRequest, CompletionRequest
+from cluster.openai_parse import parse_request
 from cluster.text import ModelFilesError, TextCodec
 
 LIMITS = IntakeLimits("m", max_model_len=256, default_max_tokens=100, max_stop_strings=2)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.openai_api import ApiError, ChatRequest, CompletionRequest, parse_request
+from actors.core.logit_rules import LogprobsOrder
+from cluster.api_errors import ApiError
+from cluster.openai_api import ChatRequest, CompletionRequest
+from cluster.openai_parse import parse_request
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -45,6 +48,20 @@ BAD_FIELDS = [
     ("dspark", {"speculation": "off"}),
     ("dspark", {"speculatoin": False}),
     ("ignore_eos", 1),
+    ("n", 0),
+    ("n", 1.5),
+    ("best_of", 3),
+    ("min_tokens", -1),
+    ("max_completion_tokens", 0),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", "1"),
+    ("repetition_penalty", 0),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", [1]),
+    ("logprobs", "yes"),
+    ("dspark", {"logprobs": "cooked"}),
+    ("return_token_ids", 1),
 ]
 
 
@@ -63,18 +80,9 @@ def test_a_bad_field_is_named_with_its_value(kind, field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 3),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("n", 2),
-        ("best_of", 3),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
         ("min_p", 0.1),
         ("echo", True),
         ("suffix", "x"),
@@ -85,6 +93,39 @@ def test_a_bad_field_is_named_with_its_value(kind, field, value):
 def test_what_would_change_the_output_is_refused_by_name(field, value):
     error = refused(ChatRequest, {**CHAT, field: value})
     assert error.param == field and error.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ChatRequest, {"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        (ChatRequest, {"max_tokens": 9, "max_completion_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        (ChatRequest, {"top_logprobs": 2}, "top_logprobs"),
+        (ChatRequest, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        (ChatRequest, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CompletionRequest, {"logprobs": 21}, "logprobs"),
+        (CompletionRequest, {"logprobs": True}, "logprobs"),
+        (CompletionRequest, {"top_logprobs": 2}, "top_logprobs"),
+        (CompletionRequest, {"echo": True, "logprobs": 0}, "logprobs"),
+        (CompletionRequest, {"n": 2, "best_of": 4}, "best_of"),
+        (CompletionRequest, {"suffix": "x"}, "suffix"),
+    ],
+)
+def test_fields_that_contradict_each_other_or_their_endpoint_are_named(kind, fields, param):
+    error = refused(kind, {**(CHAT if kind is ChatRequest else COMPLETION), **fields})
+    assert error.param == param and str(error).startswith(f"{param}=")
+
+
+def test_orders_of_logprobs_in_both_shapes():
+    def order(kind, body, **fields):
+        return parse_request(kind, json.dumps({**body, **fields}).encode()).logprobs_order
+
+    assert order(ChatRequest, CHAT) is None and order(ChatRequest, CHAT, logprobs=False) is None
+    assert order(ChatRequest, CHAT, logprobs=True) == LogprobsOrder(0)
+    assert order(ChatRequest, CHAT, logprobs=True, top_logprobs=3) == LogprobsOrder(3)
+    assert order(CompletionRequest, COMPLETION, logprobs=0) == LogprobsOrder(0)
+    processed = order(CompletionRequest, COMPLETION, logprobs=2, dspark={"logprobs": "processed"})
+    assert processed == LogprobsOrder(2, "processed")
 
 
 @pytest.mark.parametrize(
