@@ -14,13 +14,15 @@ import httpx
 
 from actors.core.messages import RoutingTable
 from actors.link import Link, open_link
+from cluster.api_keys import KeyLimits, KeyRing
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.explanations import AskRanks
-from cluster.ingress import Front, ServedModel, build_app
+from cluster.ingress import Front, build_app
 from cluster.intake import Intake, IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
+from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec
 from configs.schema import ClusterConfig, IngressConfig
 
@@ -48,6 +50,12 @@ def run_ingress(config: ClusterConfig) -> str:
     Raises:
         IngressStartError: the port is taken, or the replicas do not come up.
     """
+    if config.ingress.host not in ("127.0.0.1", "localhost", "::1") and not config.ingress.api_keys:
+        logger.warning(
+            "ingress.host=%s can be reached from other machines and ingress.api_keys names no key: "
+            "everybody who reaches it may use it",
+            config.ingress.host,
+        )
     _check_port_is_free(config.ingress.host, config.ingress.port)
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -139,7 +147,7 @@ def _wait_until_served(url: str) -> None:
     while time.monotonic() < end_s:
         with suppress(httpx.TransportError):
             answer = httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False)
-            if answer.status_code == 200:
+            if answer.status_code in (200, 401):  # 401: it wants a key
                 return
             problem = f"HTTP {answer.status_code}"
         time.sleep(0.1)
@@ -216,6 +224,8 @@ def make_front(
         model.max_model_len,
         ingress.default_max_tokens,
         ingress.max_stop_strings,
+        max_choices=ingress.max_choices,
+        max_request_tokens=ingress.max_request_tokens,
         classes=tuple(known.name for known in config.policy.classes),
         ranks=config.target.rank_names if ingress.allow_rank_hint else (),
     )
@@ -226,4 +236,22 @@ def make_front(
         Dispatcher(link, routing, limits),
         ingress.request_timeout_s,
         ask_ranks,
+        Access(KeyRing(key_limits(config)), ingress.cors_origins, ingress.max_body_bytes),
     )
+
+
+def key_limits(config: ClusterConfig) -> list[KeyLimits]:
+    """The configured keys as one replica counts them: each replica gets an equal part of what a key may use."""
+    replicas, places = (
+        config.ingress.num_replicas,
+        config.target.num_ranks * config.target.max_running,
+    )
+    return [
+        KeyLimits(
+            key.name,
+            key.sha256,
+            key.requests_per_minute / replicas,
+            max(1, int(key.max_share * places / replicas)) if key.max_share < 1 else 0,
+        )
+        for key in config.ingress.api_keys
+    ]

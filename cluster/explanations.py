@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from actors.core.verify_decision import CutRule
-from cluster.openai_api import ApiError, shown
+from cluster.api_errors import ApiError, shown
 
 AskRanks = Callable[[str], Awaitable[Mapping[str, Any]]]
 """A response's id to what each rank says of it: `core.explain.explanation`, or {"error": why it said nothing}."""

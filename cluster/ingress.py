@@ -7,10 +7,11 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,6 +19,7 @@ from starlette.types import Lifespan
 
 from cluster.answers import Answer, open_answers
 from cluster.api_errors import ApiError
+from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
@@ -33,22 +35,17 @@ from cluster.openai_api import (
 from cluster.openai_parse import parse_request
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
-from cluster.telemetry import FrontMetrics, RequestSpan, curve_counters, rank_gauges
+from cluster.served_model import Access, ServedModel
+from cluster.telemetry import (
+    FrontMetrics,
+    RequestSpan,
+    curve_counters,
+    rank_gauges,
+    render_keys,
+)
 from cluster.token_endpoints import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What /v1/models says."""
-
-    name: str
-    created: int  # seconds since 1970
-    fingerprint: str
-    max_model_len: int
 
 
 class Front:
@@ -60,6 +57,7 @@ class Front:
         dispatcher: started by the app's lifespan.
         request_timeout_s: longest a request may take.
         ask_ranks: what the ranks kept of a response's rounds.
+        access: who may call.
     """
 
     def __init__(
@@ -69,7 +67,9 @@ class Front:
         dispatcher: Dispatcher,
         request_timeout_s: float,
         ask_ranks: AskRanks,
+        access: Access | None = None,
     ) -> None:
+        self.access = access or Access()
         self.model = model
         self.intake = intake
         self.dispatcher = dispatcher
@@ -84,12 +84,17 @@ class Front:
         return await self._serve(request, "completion", CompletionRequest)
 
     async def tokenize(self, request: Request) -> Response:
-        parsed = parse_request(TokenizeRequest, await _body(request))
+        self._authorise(request)
+        parsed = parse_request(TokenizeRequest, await self._body(request))
         return JSONResponse(tokenize(self.intake, parsed))
 
     async def detokenize(self, request: Request) -> Response:
-        parsed = parse_request(DetokenizeRequest, await _body(request))
+        self._authorise(request)
+        parsed = parse_request(DetokenizeRequest, await self._body(request))
         return JSONResponse(detokenize(self.intake, parsed))
+
+    def _authorise(self, request: Request) -> KeyAccount:
+        return self.access.keys.account(request.headers.get("authorization"))
 
     async def _serve(
         self,
@@ -97,12 +102,19 @@ class Front:
         kind: Literal["chat", "completion"],
         schema: type[ChatRequest] | type[CompletionRequest],
     ) -> Response:
-        parsed = parse_request(schema, await _body(request))
+        account = self._authorise(request)
+        account.take_request(time.monotonic())
+        parsed = parse_request(schema, await self._body(request))
         envelope = self._envelope(kind, parsed)
         span = RequestSpan(envelope.response_id, request.headers.get("traceparent"))
         try:
             jobs = self.intake.jobs(parsed, envelope.response_id, span.traceparent)
-            answers = await unless_disconnected(request, self._open(jobs))
+            places = account.open_streams(len(jobs))
+            try:
+                answers = await unless_disconnected(request, self._open(jobs))
+            except BaseException:
+                places.give_back()
+                raise
         except BaseException as error:
             span.end(type(error).__name__)
             raise
@@ -110,6 +122,7 @@ class Front:
         def close() -> None:
             for answer in answers:
                 answer.close()
+            places.give_back()
             span.end(answers[0].finish_reason)
 
         if parsed.stream:
@@ -121,6 +134,21 @@ class Front:
             raise failure_of(error) from error
         finally:
             close()
+
+    async def _body(self, request: Request) -> bytes:
+        most, body = self.access.max_body_bytes, bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise ApiError(
+                        413,
+                        f"the body is larger than {most} bytes; shorten it",
+                        code="body_too_large",
+                    )
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        return bytes(body)
 
     async def _open(self, jobs: list[Job]) -> list[Answer]:
         try:
@@ -148,34 +176,21 @@ class Front:
 
     async def explain(self, request: Request) -> Response:
         """Why the rounds of a response were verified as far as they were (C11)."""
+        self._authorise(request)
         found = await explain(request.path_params["response_id"], self._ask_ranks)
         return JSONResponse(found.model_dump())
 
     # --- about the server -------------------------------------------------------------------------------------------
 
-    async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self.model_card()]})
+    async def models(self, request: Request) -> Response:
+        self._authorise(request)
+        return JSONResponse({"object": "list", "data": [self.model.card(self.intake.codec)]})
 
     async def one_model(self, request: Request) -> Response:
+        self._authorise(request)
         name = request.path_params["name"]
         self.intake.check_model(name)
-        return JSONResponse(self.model_card())
-
-    def model_card(self) -> dict[str, Any]:
-        codec = self.intake.codec
-        return {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.model.created,
-            "owned_by": "dspark",
-            "root": self.model.name,
-            "parent": None,
-            "max_model_len": self.model.max_model_len,
-            "vocab_size": codec.vocab_size,
-            "eos_token_ids": list(codec.eos_token_ids),
-            "has_chat_template": codec.has_chat_template,
-            "default_sampling": dict(codec.default_sampling),
-        }
+        return JSONResponse(self.model.card(self.intake.codec))
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Ready as soon as one rank is."""
@@ -194,25 +209,22 @@ class Front:
     def prometheus(self) -> str:
         gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
         front = self.metrics.render(gauges, asdict(self.dispatcher.counters))
-        router = self.dispatcher.router
+        keys, router = self.access.keys, self.dispatcher.router
+        front += render_keys(keys.num_requests, keys.num_unknown)
         return front + rank_gauges(router.loads) + curve_counters(router.view)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes; shorten it")
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return bytes(body)
 
 
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The ASGI application over `front`; starting and stopping its dispatcher is for `lifespan` or the caller."""
     app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, lifespan=lifespan)
+    if front.access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(front.access.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["retry-after"],
+        )
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", front.chat),
         ("POST", "/v1/completions", front.completion),

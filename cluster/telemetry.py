@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
@@ -159,6 +159,17 @@ def curve_counters(view: LoadView) -> str:
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} counter"]
         lines += [f"{name}{labels} {value}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+def render_keys(by_name: Mapping[str, int], num_unknown: int) -> str:
+    """Who called, as Prometheus text: requests by the name of their key, and those without a known one."""
+    name, unknown = "dspark:key_requests_total", "dspark:unknown_keys_total"
+    lines = [f"# HELP {name} Requests by the name of their key.", f"# TYPE {name} counter"]
+    for key, count in sorted(by_name.items()):
+        label = key.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        lines.append(f'{name}{{key="{label}"}} {count}')
+    lines += [f"# HELP {unknown} Requests without a known key.", f"# TYPE {unknown} counter"]
+    return "\n".join([*lines, f"{unknown} {num_unknown}", ""])
 
 
 @dataclass

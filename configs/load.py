@@ -11,7 +11,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -242,6 +242,9 @@ def _explain(
         if inside and isinstance(inside[0], int):  # an entry of a list
             problem = ".".join(map(str, inside)) + f": {problem}"
         remedy, value = allowed(_field_info(field)), first["input"]
+        if field == "ingress.api_keys":  # somebody may have put the key itself there
+            value = "(not shown)"
+            remedy = "give name, sha256, requests_per_minute and max_share of every key"
     return ConfigError(field, value, origins.get(field, "default"), problem, remedy)
 
 
@@ -262,6 +265,8 @@ def allowed(info: FieldInfo) -> str:
     for kind in get_args(info.annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return "allowed: a list of {" + ", ".join(kind.model_fields) + "}"
+    if get_origin(info.annotation) is tuple:
+        return "allowed: a list"
     words = {int: "integer", float: "number", str: "text", bool: "true or false"}
     kinds = [words.get(kind, "null") for kind in get_args(info.annotation) or (info.annotation,)]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

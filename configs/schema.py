@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from configs.access import ApiKeyConfig, key_conflicts
 from configs.machine import multiplies_bfloat16
 from configs.policy import PolicyConfig
 from configs.section import Section
@@ -160,6 +161,25 @@ class IngressConfig(Section):
         False,
         description='Whether a request may name its rank ("dspark": {"rank": "target-0"}); for benchmarks and drills.',
     )
+    max_choices: int = Field(16, ge=1, description="Choices (n) of one prompt, in streams.")
+    max_request_tokens: int = Field(
+        131072,
+        ge=16,
+        description="Tokens that all choices of one request may take together, prompts included.",
+    )
+    max_body_bytes: int = Field(
+        16 * 2**20, ge=1024, description="Longest body of a request, in bytes."
+    )
+    api_keys: tuple[ApiKeyConfig, ...] = Field(
+        (),
+        strict=False,  # YAML has lists only
+        description="Keys that open the endpoint: name, sha256, requests_per_minute, max_share. None = no key needed.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Origins whose pages a browser lets call the endpoint; none = CORS is off.",
+    )
     proxy: Literal["auto", "haproxy", "python"] = Field(
         "auto",
         description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
@@ -225,6 +245,7 @@ class ClusterConfig(Section):
                 f"use at most {drafter.gamma}, or raise drafter.gamma",
             )
         yield from self.policy.conflicts(target.num_ranks)
+        yield from key_conflicts(self.ingress.api_keys)
         if self.ingress.reservation_timeout_s > self.ingress.request_timeout_s:
             yield (
                 "ingress.reservation_timeout_s",

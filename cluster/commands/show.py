@@ -35,9 +35,8 @@ def _annotated_yaml(effective: ClusterConfig) -> Iterator[str]:
             section = head
             yield f"\n{section}:  # {type(effective).model_fields[section].description}"
         yield f"  # {info.description} ({allowed(info)})"
-        if isinstance(value, tuple):  # one line: YAML in YAML must not break
-            entries = json.dumps([entry.model_dump() for entry in value])
-            yield f"  {field}: {entries}"
+        if isinstance(value, tuple):  # JSON is YAML, on one line
+            yield f"  {field}: {json.dumps(effective.model_dump()[head][field])}"
         else:
             yield "  " + yaml.safe_dump({field: value}, default_flow_style=False).strip()
 

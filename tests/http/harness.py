@@ -29,9 +29,10 @@ from actors.core.messages import (
 )
 from actors.link import Link, LocalHub
 from cluster.dispatcher import Dispatcher, DispatchLimits
-from cluster.ingress import Front, ServedModel, build_app
+from cluster.ingress import Front, build_app
 from cluster.intake import Intake, IntakeLimits
 from cluster.live_stream import StreamLimits
+from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec
 
 MODEL = "tiny-bytes"
@@ -253,6 +254,7 @@ async def launched(
     *,
     request_timeout_s: float = 30.0,
     reservation_timeout_s: float = 2.0,
+    access: Access | None = None,
     **stream_limits: float,
 ) -> AsyncIterator[Server]:
     """A front and its scripted ranks, all ready."""
@@ -274,6 +276,7 @@ async def launched(
         dispatcher,
         request_timeout_s,
         lambda response_id: server.ask_ranks(response_id),
+        access,
     )
     async with serving(front) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as client:
         server = Server(url, codec, hub, ranks, dispatcher, front, client, tables, {})

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from cluster.served_model import Access
 from tests.http.harness import CHAT, CHAT_PATH
 from tests.http.sse_reader import Reader
 
@@ -165,13 +166,12 @@ async def test_bad_input_is_refused_in_openai_shape_and_allocates_nothing(
         assert not server.ranks[0].reserves
 
 
-async def test_a_body_that_is_not_json_or_too_large_is_refused(launch, monkeypatch):
-    monkeypatch.setattr("cluster.ingress.MAX_BODY_BYTES", 1000)
-    async with launch() as server:
+async def test_a_body_that_is_not_json_or_too_large_is_refused(launch):
+    async with launch(access=Access(max_body_bytes=1000)) as server:
         answer = await server.client.post(CHAT_PATH, content=b"{")
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
         answer = await server.client.post(CHAT_PATH, content=b"x" * 2000)
-        assert answer.status_code == 413
+        assert answer.status_code == 413 and "1000 bytes; shorten it" in answer.text
 
 
 async def test_the_context_length_message_names_the_numbers(launch):

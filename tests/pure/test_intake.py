@@ -15,6 +15,7 @@ from cluster.intake import COMPLETION_MAX_TOKENS, Intake, IntakeLimits, Job
 from cluster.model_files import text_files
 from cluster.openai_api import ChatRequest, CompletionRequest
 from cluster.openai_parse import parse_request
+from cluster.request_sampling import choice_seed
 from cluster.text import ModelFilesError, TextCodec
 
 LIMITS = IntakeLimits("m", max_model_len=256, default_max_tokens=100, max_stop_strings=2)
@@ -71,6 +72,28 @@ def test_the_seed_is_the_noise_key_and_without_one_it_is_drawn(intake):
         chat(intake, seed=5).order.sampling.noise_key,
     ) == (5, 5)
     assert (chat(intake).order.sampling.seed, chat(intake).order.sampling.noise_key) == (None, 77)
+
+
+def test_choices_have_seeds_of_their_own_that_do_not_depend_on_how_many_there_are(intake):
+    def seeds(**fields):
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        jobs = intake.jobs(parse_request(ChatRequest, json.dumps(body).encode()), "id", None)
+        return [job.order.sampling.seed for job in jobs]
+
+    two, three = seeds(seed=-5, n=2), seeds(seed=-5, n=3)
+    assert two == three[:2] and three[0] == -5 and len(set(three)) == 3
+    assert seeds(seed=6, n=3)[1:] != three[1:]
+    assert seeds(n=2) == [None, None]
+    assert choice_seed(-5, 1) == -1_296_206_490_656_398_242  # a promise: replays rely on it
+
+
+def test_prompts_count_once_and_ids_are_told_apart(intake):
+    jobs = completions(intake, ["a", "b"], n=2, echo=True)
+    assert [job.order.request_id for job in jobs] == ["id-0", "id-1", "id-2", "id-3"]
+    assert [job.is_first_choice for job in jobs] == [True, False, True, False]
+    assert [job.echo for job in jobs] == ["a", "a", "b", "b"]
+    (by_id,) = completions(intake, intake.codec.encode("a b", add_special_tokens=False), echo=True)
+    assert by_id.echo == "a b"
 
 
 def test_keys_drawn_for_two_requests_differ(codec):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.core.logit_rules import LogprobsOrder, TokenLogprobs
 from actors.core.messages import Endpoint, TokenDelta
 from actors.core.sampling import SamplingParams
 from cluster.streams import (
@@ -44,6 +46,27 @@ def test_tokens_are_taken_in_order_and_repeats_dropped():
     assert journal.apply(delta(0, 1, 2)) == ()
     assert journal.apply(delta(1, 2, 3, 4)) == (3, 4)
     assert journal.token_ids == [1, 2, 3, 4]
+
+
+def test_log_probabilities_stay_beside_their_tokens():
+    order = StreamOrder("r", (7,), 9, SamplingParams(logprobs=LogprobsOrder(0)))
+    journal = placed(order)
+
+    def entries(*tokens: int) -> tuple[TokenLogprobs, ...]:
+        return tuple(TokenLogprobs(-float(token)) for token in tokens)
+
+    journal.apply(replace(delta(0, 1, 2), logprobs=entries(1, 2)))
+    journal.apply(replace(delta(1, 2, 3, 4), logprobs=entries(2, 3, 4)))
+    with pytest.raises(JournalConflict, match="0 log probabilities, 1 expected"):
+        journal.apply(delta(4, 5))
+    journal.place(INGRESS)
+    journal.apply(replace(delta(4, 5, generation=1), logprobs=entries(5)))
+    assert journal.logprobs == list(entries(1, 2, 3, 4, 5))
+    journal.close("stop", 3)
+    assert journal.token_ids == [1, 2, 3] and journal.logprobs == list(entries(1, 2, 3))
+    unasked = placed()
+    with pytest.raises(JournalConflict, match="1 log probabilities, 0 expected"):
+        unasked.apply(replace(delta(0, 1), logprobs=entries(1)))
 
 
 def test_a_gap_is_a_conflict_and_takes_nothing():

@@ -1,0 +1,44 @@
+"""What one endpoint serves, and whom it lets in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.api_keys import KeyRing
+from cluster.text import TextCodec
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What /v1/models says."""
+
+    name: str
+    created: int  # seconds since 1970
+    fingerprint: str
+    max_model_len: int
+
+    def card(self, codec: TextCodec) -> dict[str, Any]:
+        """OpenAI's entry of a model, with what a client may want to know of ours."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dspark",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.max_model_len,
+            "vocab_size": codec.vocab_size,
+            "eos_token_ids": list(codec.eos_token_ids),
+            "has_chat_template": codec.has_chat_template,
+            "default_sampling": dict(codec.default_sampling),
+        }
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may call, from where, and with how large a body."""
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20

@@ -1,0 +1,129 @@
+"""Keys, shares and origins over HTTP; and what the logs keep to themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import openai
+import pytest
+
+from cluster.api_keys import KeyLimits, KeyRing
+from cluster.served_model import Access
+from tests.http.harness import CHAT, CHAT_PATH, MODEL
+
+KEY = "sk-alice-0123456789"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def access(requests_per_minute: float = 0, max_streams: int = 0) -> Access:
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    return Access(KeyRing([KeyLimits("alice", digest, requests_per_minute, max_streams)]))
+
+
+async def test_with_keys_every_endpoint_of_the_api_needs_one(launch):
+    async with launch(access=access()) as server:
+        for method, path in (
+            ("POST", CHAT_PATH),
+            ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+            ("GET", "/v1/models"),
+            ("GET", f"/v1/models/{MODEL}"),
+        ):
+            for headers in ({}, {"authorization": "Bearer sk-other"}):
+                answer = await server.client.request(method, path, headers=headers, json=CHAT)
+                assert answer.status_code == 401, path
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert not server.ranks[0].reserves
+        assert (await server.client.get("/health")).status_code == 200
+        metrics = (await server.client.get("/metrics")).text
+    assert "dspark:unknown_keys_total 12" in metrics
+
+
+async def test_the_openai_client_with_its_key_is_served_and_counted_by_name(launch):
+    async with (
+        launch(access=access()) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="wrong") as stranger,
+    ):
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.chat.completions.create(model=MODEL, messages=MESSAGES)
+        metrics = (await server.client.get("/metrics")).text
+    assert 'dspark:key_requests_total{key="alice"} 1' in metrics
+
+
+async def test_a_key_has_its_rate_and_its_share(launch):
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with launch(access=access(2)) as server:
+        codes = [
+            (await server.client.post(CHAT_PATH, json=CHAT, headers=headers)).status_code
+            for _ in range(3)
+        ]
+        answer = await server.client.post(CHAT_PATH, json=CHAT, headers=headers)
+    assert codes == [200, 200, 429] and 1 <= int(answer.headers["retry-after"]) <= 30
+    async with launch(access=access(max_streams=2)) as server:
+        rank = server.ranks[0]
+        rank.num_tokens_before_pause = 3
+        body = {**CHAT, "n": 2, "stream": True}
+        async with server.client.stream("POST", CHAT_PATH, json=body, headers=headers) as running:
+            assert running.status_code == 200
+            answer = await server.client.post(CHAT_PATH, json=CHAT, headers=headers)
+            assert answer.status_code == 429 and answer.json()["error"]["code"] == "share_exceeded"
+        await server.until(lambda: server.dispatcher.num_streams == 0)
+        rank.num_tokens_before_pause = None
+        for _ in range(3):  # refused and finished requests hold nothing
+            bad = await server.client.post(
+                CHAT_PATH, json={**CHAT, "n": 2, "max_tokens": 9999}, headers=headers
+            )
+            assert bad.status_code == 400
+            answer = await server.client.post(CHAT_PATH, json={**CHAT, "n": 2}, headers=headers)
+            assert answer.status_code == 200
+        rank.grant = False
+        for _ in range(3):
+            answer = await server.client.post(CHAT_PATH, json={**CHAT, "n": 2}, headers=headers)
+            assert answer.json()["error"]["code"] == "overloaded"
+
+
+async def test_browsers_of_other_origins_are_let_in_only_where_configured(launch):
+    asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    async with launch() as server:
+        answer = await server.client.options(CHAT_PATH, headers=asks)
+        assert "access-control-allow-origin" not in answer.headers
+        answer = await server.client.post(CHAT_PATH, json=CHAT, headers={"origin": asks["origin"]})
+        assert "access-control-allow-origin" not in answer.headers
+    async with launch(access=Access(cors_origins=("https://page.example",))) as server:
+        answer = await server.client.options(CHAT_PATH, headers=asks)
+        assert answer.headers["access-control-allow-origin"] == asks["origin"]
+        answer = await server.client.options(
+            CHAT_PATH, headers={**asks, "origin": "https://other.example"}
+        )
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_neither_prompts_nor_answers_nor_keys_are_logged(launch, caplog):
+    caplog.set_level(logging.DEBUG)
+    secret, headers = "tell nobody of the squirrel", {"authorization": f"Bearer {KEY}"}
+    said = "The answer is a walnut."
+    async with launch(access=access(), text=said, request_timeout_s=0.5) as server:
+        messages = [{"role": "user", "content": secret}]
+        for fields in (
+            {},
+            {"stream": True},
+            {"temperature": 9, "user": secret},
+            {"stop": secret},
+            {"seed": secret},
+            {"chat_template_kwargs": {"messages": secret}},
+        ):
+            body = {**CHAT, "messages": messages, **fields}
+            await server.client.post(CHAT_PATH, json=body, headers=headers)
+        await server.client.post(CHAT_PATH, json={"messages": messages})
+        server.ranks[0].num_tokens_before_pause = 3
+        await server.client.post(CHAT_PATH, json={**CHAT, "messages": messages}, headers=headers)
+        server.publish(**{"rank-0": "dead"})
+        await server.client.post(CHAT_PATH, json={**CHAT, "messages": messages}, headers=headers)
+    ours = [r for r in caplog.records if not r.name.startswith(("openai", "httpx", "httpcore"))]
+    logged = "\n".join(logging.Formatter().format(record) for record in ours)
+    assert "walnut" not in logged and "squirrel" not in logged and KEY not in logged
