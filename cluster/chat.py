@@ -20,7 +20,7 @@ Ask = Callable[[list[Message]], Answer]
 
 def chat(arguments: argparse.Namespace) -> int:
     url = arguments.url or require_running(arguments.state).endpoint
-    with EndpointClient(url) as client:
+    with EndpointClient(url, key_file=arguments.api_key_file) as client:
         model = client.choose_model(arguments.model)
         note(dim(f"{model} at {url}; {HELP}"))
         converse(_turns(), _asker(client, model, arguments), arguments.system)

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
     _add_config(demo)
+    _add_key(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
     demo.add_argument(
         "--fast",
@@ -183,5 +184,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_endpoint(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
     parser.add_argument("--url", help="an endpoint (…/v1); default: the running cluster's")
+    _add_key(parser)
     if model:
         parser.add_argument("--model", help="model name; default: the one that is served")
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="file with the API key, where the endpoint wants one"
+    )

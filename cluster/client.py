@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -51,11 +52,19 @@ class Answer:
 class EndpointClient:
     """Talks to `base_url` (…/v1). Raises CommandError with one line the user can act on."""
 
-    def __init__(self, base_url: str, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        transport: httpx.BaseTransport | None = None,
+        key_file: str | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # A proxy of the environment has no business between us and our own endpoint.
-        self._http = httpx.Client(timeout=timeout, transport=transport, trust_env=False)
+        headers = {} if key_file is None else {"authorization": f"Bearer {_read_key(key_file)}"}
+        self._http = httpx.Client(
+            timeout=timeout, transport=transport, trust_env=False, headers=headers
+        )
 
     def __enter__(self) -> EndpointClient:
         return self
@@ -137,6 +146,14 @@ class EndpointClient:
             return response.json()
         except ValueError as error:
             raise _not_ours(self.base_url) from error
+
+
+def _read_key(path: str) -> str:
+    """From a file, because what stands on a command line can be seen by everybody on the machine."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--api-key-file {path}: not readable ({error})") from error
 
 
 def collect(

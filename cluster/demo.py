@@ -38,15 +38,15 @@ def demo(arguments: argparse.Namespace) -> int:
     running = find(Path(arguments.state))
     if running is not None and running.phase == "ready":
         note(f"using the running cluster at {running.endpoint} ({running.numerics})")
-        report = summary(_measure(running.endpoint, arguments.num_predict), running.numerics)
+        report = summary(_measure(running.endpoint, arguments), running.numerics)
         want_fast = bool(arguments.fast) and running.numerics != "fast"
     else:
         with local_cluster(arguments, "model.numerics=reproducible") as endpoint:
-            report = summary(_measure(endpoint, arguments.num_predict), "reproducible")
+            report = summary(_measure(endpoint, arguments), "reproducible")
         want_fast = arguments.fast is not False
     if want_fast:
         with local_cluster(arguments, "model.numerics=fast") as endpoint:
-            fast = summary(_measure(endpoint, arguments.num_predict), "fast")
+            fast = summary(_measure(endpoint, arguments), "fast")
         report["fast"] = {**fast["tokens_per_s"], "greedy_equal": fast["greedy_equal"]}
     _print(report, to=note if arguments.json else say)
     broken = report["numerics"] == "reproducible" and not report["greedy_equal"]
@@ -89,10 +89,11 @@ def _rate(answers: Iterable[Answer]) -> float:
     return sum(answer.completion_tokens for answer in kept) / seconds if seconds else 0.0
 
 
-def _measure(endpoint: str, num_predict: int) -> list[Pair]:
+def _measure(endpoint: str, arguments: argparse.Namespace) -> list[Pair]:
     """Every prompt twice. Which way goes first alternates, so that neither profits from a warm cache."""
     pairs = []
-    with EndpointClient(endpoint) as client:
+    num_predict = arguments.num_predict
+    with EndpointClient(endpoint, key_file=arguments.api_key_file) as client:
         model = client.choose_model(None)
         for speculation in (True, False):
             _ask(client, model, "Hello!", WARM_UP_TOKENS, speculation, show=lambda _: None)

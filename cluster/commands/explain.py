@@ -23,7 +23,7 @@ _UNLIMITED = 2**31 - 1
 
 def explain(arguments: argparse.Namespace) -> int:
     url = arguments.url or require_running(arguments.state).endpoint
-    with EndpointClient(url) as client:
+    with EndpointClient(url, key_file=arguments.api_key_file) as client:
         found = client.explain(arguments.id)
     if arguments.json:
         emit_json(found)
