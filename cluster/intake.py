@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.core.sampling import SamplingParams
 from cluster.api_errors import ApiError, bad_request
 from cluster.openai_api import (
     MAX_PROMPTS,
@@ -16,7 +17,7 @@ from cluster.openai_api import (
     GenerationRequest,
     TokenizeRequest,
 )
-from cluster.request_sampling import sampling_of
+from cluster.request_sampling import rules_of, sampling_of
 from cluster.streams import StreamOrder, TextStream
 from cluster.text import ChatTemplateError, TextCodec
 
@@ -98,6 +99,7 @@ class Intake:
             assert isinstance(request, CompletionRequest)
             prompts = self._completion_prompts(request)
             field, default_len = "prompt", COMPLETION_MAX_TOKENS
+        rules = rules_of(request, self.codec)
         num_jobs = len(prompts) * request.num_choices
         jobs: list[Job] = []
         num_tokens = 0
@@ -110,7 +112,8 @@ class Intake:
             num_tokens += request.num_choices * (len(prompt_ids) + limit)
             for choice in range(request.num_choices):
                 job_id = response_id if num_jobs == 1 else f"{response_id}-{len(jobs)}"
-                order = self._order(request, job_id, prompt_ids, limit, choice)
+                sampling = sampling_of(request, self.codec, rules, self._draw_key(), choice)
+                order = self._order(request, job_id, prompt_ids, limit, sampling)
                 jobs.append(
                     self._job(request, replace(order, traceparent=traceparent), choice, echo)
                 )
@@ -262,7 +265,7 @@ class Intake:
         request_id: str,
         prompt_ids: Sequence[int],
         max_new_tokens: int,
-        choice: int,
+        sampling: SamplingParams,
     ) -> StreamOrder:
         eos = () if request.ignore_eos else self.codec.eos_token_ids
         options = request.dspark or DsparkOptions()
@@ -271,7 +274,7 @@ class Intake:
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
             max_new_tokens=max_new_tokens,
-            sampling=sampling_of(request, self.codec, self._draw_key(), choice),
+            sampling=sampling,
             stop_token_ids=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
             class_id=0 if named is None else self.limits.classes.index(named),
             rank=options.rank,

@@ -5,43 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from actors.core.logit_rules import LogprobsOrder
+from cluster.openai_schema import Bias, Int, Schema, Text, no_false
+from cluster.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
-
-
-class Schema(BaseModel):
-    """Unknown fields are accepted, as OpenAI-compatible servers do; `refuse_unsupported` looks at them afterwards."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-def _whole_number(value: object) -> object:
-    # JavaScript clients write 1.0 where they mean 1.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _no_false(value: object) -> object:
-    # Chat's way of asking for none.
-    return None if value is False else value
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            "half of a surrogate pair is no character; send whole characters"
-        ) from error
-    return text
-
-
-Int = Annotated[int, BeforeValidator(_whole_number)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(Schema):
@@ -80,6 +51,8 @@ class GenerationRequest(Schema):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, Bias] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -99,6 +72,12 @@ class GenerationRequest(Schema):
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar says what the answer may be."""
+        plain = self.response_format is None or self.response_format.type == "text"
+        return self.structured_outputs is not None or not plain
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -145,7 +124,7 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: Text | list[Text] | list[Int] | list[list[Int]]
-    logprobs: Annotated[Int | None, BeforeValidator(_no_false)] = Field(
+    logprobs: Annotated[Int | None, BeforeValidator(no_false)] = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS
     )
     echo: bool | None = None

@@ -10,7 +10,8 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from cluster.api_errors import ApiError, bad_request, shown
-from cluster.openai_api import ChatRequest, CompletionRequest, GenerationRequest, Schema
+from cluster.openai_api import ChatRequest, CompletionRequest, GenerationRequest
+from cluster.openai_schema import Schema
 
 # --- features that would change the output and that we do not have ----------------------------------------------------
 
@@ -33,15 +34,10 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
         _other_than("none", "auto"),
         "function calls are not available; leave it out",
     ),
-    "response_format": (
-        _other_than({"type": "text"}),
-        "only plain text is available; leave it out",
-    ),
-    "structured_outputs": (_always, "only plain text is available; leave it out"),
-    "guided_json": (_always, "only plain text is available; leave it out"),
-    "guided_regex": (_always, "only plain text is available; leave it out"),
-    "guided_choice": (_always, "only plain text is available; leave it out"),
-    "guided_grammar": (_always, "only plain text is available; leave it out"),
+    "guided_json": (_always, "use structured_outputs.json"),
+    "guided_regex": (_always, "use structured_outputs.regex"),
+    "guided_choice": (_always, "use structured_outputs.choice"),
+    "guided_grammar": (_always, "use structured_outputs.grammar"),
     "modalities": (_other_than(["text"]), "only text is available; leave it out"),
     "audio": (_always, "only text is available; leave it out"),
     "min_p": (_other_than(0), "not available; use 0, or top_p"),
@@ -114,6 +110,10 @@ def _check_together(request: GenerationRequest) -> None:
     limit = request.output_limit
     if limit is not None and (request.min_tokens or 0) > limit:
         raise bad_request("min_tokens", request.min_tokens, f"at most max_tokens, which is {limit}")
+    if request.is_guided:
+        for name, value in (("min_tokens", request.min_tokens), ("ignore_eos", request.ignore_eos)):
+            if value:
+                raise bad_request(name, value, "an answer with a format ends where the format does")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs", request.top_logprobs, "only with logprobs=true")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:

@@ -8,6 +8,7 @@ from actors.core.logit_rules import LogitRules
 from actors.core.sampling import SamplingParams
 from cluster.api_errors import bad_request
 from cluster.openai_api import GenerationRequest
+from cluster.structured_output import grammar_of
 from cluster.text import TextCodec
 
 MAX_BIASES = 1024  # OpenAI's own is 300
@@ -25,13 +26,13 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def sampling_of(
-    request: GenerationRequest, codec: TextCodec, noise_key: int, choice: int
+    request: GenerationRequest,
+    codec: TextCodec,
+    rules: LogitRules | None,
+    noise_key: int,
+    choice: int,
 ) -> SamplingParams:
-    """Sampling parameters of one choice; `noise_key` is used when the request has no seed.
-
-    Raises:
-        ApiError: a bias for a token that does not exist.
-    """
+    """Sampling parameters of one choice; `noise_key` is used when the request has no seed."""
     defaults = codec.default_sampling
     given = {
         name: defaults.get(name, fallback) if value is None else value
@@ -50,7 +51,7 @@ def sampling_of(
         seed=seed,
         noise_key=noise_key if seed is None else seed,
         speculation=request.dspark is None or request.dspark.speculation,
-        rules=rules_of(request, codec),
+        rules=rules,
         logprobs=request.logprobs_order,
     )
 
@@ -59,7 +60,7 @@ def rules_of(request: GenerationRequest, codec: TextCodec) -> LogitRules | None:
     """The request's logit rules; None when they change nothing, so that it costs nothing.
 
     Raises:
-        ApiError: a bias for a token that does not exist.
+        ApiError: a bias for a token that does not exist, or a grammar that cannot be followed.
     """
     penalty = request.repetition_penalty
     rules = LogitRules(
@@ -68,6 +69,7 @@ def rules_of(request: GenerationRequest, codec: TextCodec) -> LogitRules | None:
         presence_penalty=float(request.presence_penalty or 0.0),
         logit_bias=_biases(request, codec.vocab_size),
         min_tokens=request.min_tokens or 0,
+        grammar=grammar_of(request.response_format, request.structured_outputs),
     )
     return None if rules == LogitRules() else rules
 

@@ -95,3 +95,5 @@ class StepResult:
     """[B, num_taps * hidden] tapped outputs of every token of the step; bf16 as uint16 bits. None without taps."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For the rows of the plan that ask: one entry for each accepted token and the target's own."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Rows of the plan whose request cannot go on, and why; their tokens mean nothing."""

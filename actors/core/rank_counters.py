@@ -44,5 +44,6 @@ class RankCounters:
         self.num_steps += 1
         self.num_committed += commit.num_committed
         self.num_prefill_tokens += flight.num_prefill_tokens
-        self.num_finished += len(commit.ended)
+        self.num_finished += len(commit.ended) - commit.num_failed
+        self.num_failed += commit.num_failed
         self.acceptance.add(commit.acceptance)

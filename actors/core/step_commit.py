@@ -50,6 +50,7 @@ class Commit:
     deltas: dict[Endpoint, list[TokenDelta]] = field(default_factory=dict)
     prefilled: list[Request] = field(default_factory=list)  # their prompts are done
     ended: list[Request] = field(default_factory=list)  # stop condition met in this step
+    num_failed: int = 0  # of those, with an error
     aborted: list[Request] = field(default_factory=list)  # ended while the step was under way
 
     @property
@@ -71,6 +72,9 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
         AcceptanceCounters.zero(table.gamma),
         aborted=[request for request in flight.rows if request.finished],
     )
+    for row in [row for row in result.errors if lives[row]]:
+        lives[row] = False
+        _fail(flight.rows[row], result.errors[row], commit)
     runs = _committed_runs(plan, result)
     for row in np.flatnonzero(lives).tolist():
         request = flight.rows[row]
@@ -124,6 +128,13 @@ def _extend(
     delta = request.delta(emitted, reason, logprobs=logprobs)
     commit.deltas.setdefault(request.admitted.reply_to, []).append(delta)
     return reason is not None
+
+
+def _fail(request: Request, error: str, commit: Commit) -> None:
+    delta = request.delta((), "error", error)
+    commit.deltas.setdefault(request.admitted.reply_to, []).append(delta)
+    commit.ended.append(request)
+    commit.num_failed += 1
 
 
 def _acceptance(

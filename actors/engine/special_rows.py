@@ -9,7 +9,8 @@ from torch import Tensor
 from actors.core.layout import SpecialRow, StepPlan
 from actors.core.logit_edits import drafts_of, first_decided_rows, logit_edits
 from actors.core.logit_rules import TokenLogprobs
-from kernels.logit_edits import edit_logits, token_logprobs
+from actors.engine.grammars import GrammarDesk, TokenMasks
+from kernels.logit_edits import edit_logits, mask_logits, token_logprobs
 from kernels.reference import working_precision
 from kernels.rejection import process_logits
 
@@ -19,11 +20,13 @@ class SpecialStep:
 
     Args:
         plan: the step.
-        logits: [L, V] of the tokens the step decides with; raw, owned by the caller.
+        logits: [L, V] of the tokens the step decides with; raw, and changed in place by `shape`.
+        grammars: follows the grammars of the rows that have one.
     """
 
-    def __init__(self, plan: StepPlan, logits: Tensor) -> None:
+    def __init__(self, plan: StepPlan, logits: Tensor, grammars: GrammarDesk | None = None) -> None:
         self._plan = plan
+        self._masks = _no_grammars(plan) if grammars is None else grammars.masks(plan)
         self._firsts = first_decided_rows(plan)
         self._asking = [s for s in plan.special if s.sampling.logprobs is not None]
         self._raw = {
@@ -41,7 +44,14 @@ class SpecialStep:
             edits = logit_edits(self._plan)
             if edits is not None:
                 edit_logits(self.logits, edits)
+        if self._masks is not None and len(self._masks.rows):
+            mask_logits(self.logits, self._masks.rows, self._masks.bits)
         return self.logits
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """Rows of the plan whose grammar cannot be followed any further."""
+        return {} if self._masks is None else self._masks.errors
 
     def logprobs(
         self,
@@ -93,3 +103,10 @@ class SpecialStep:
     def _rows(self, special: SpecialRow) -> slice:
         first = int(self._firsts[special.row])
         return slice(first, first + 1 + int(self._plan.verify_len[special.row]))
+
+
+def _no_grammars(plan: StepPlan) -> TokenMasks:
+    """A target without a desk does not answer without the grammar that was asked for: it refuses."""
+    guided = [s.row for s in plan.special if s.sampling.rules and s.sampling.rules.grammar]
+    errors = dict.fromkeys(guided, "this target cannot follow grammars")
+    return TokenMasks(np.empty(0, np.int64), np.empty((0, 0), np.int32), errors)

@@ -17,6 +17,7 @@ from actors.core.lockstep import StepLayout
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
 from actors.engine.expert_group import ExpertGroup
+from actors.engine.grammars import GrammarDesk, tokenizer_file
 from actors.engine.graphs import CudaGraphRecorder
 from actors.engine.paged_step import PagedForward
 from actors.engine.rebalance import Rebalancer
@@ -43,13 +44,21 @@ class TorchTargetEngine:
         model: weights and forward.
         store: K/V, owned by this engine.
         spec: facts; `tap_layer_ids` are the layers whose outputs become features.
+        grammars: what requests with a grammar need; None refuses them.
         captures: replay steps of rounds from CUDA graphs, where there is CUDA.
     """
 
     def __init__(
-        self, model: TargetModel, store: KvStore, spec: TargetSpec, *, captures: bool = True
+        self,
+        model: TargetModel,
+        store: KvStore,
+        spec: TargetSpec,
+        grammars: GrammarDesk | None = None,
+        *,
+        captures: bool = True,
     ) -> None:
-        self.model, self.store, self.spec, self.captures = model, store, spec, captures
+        self.model, self.store, self.spec = model, store, spec
+        self.grammars, self.captures = grammars, captures
         self.paged: PagedForward | None = None
         if dispatch.implementation("attend_paged", model.device.type) == "triton":
             # A captured step cannot hold a group's collectives: their splits are known only when it runs.
@@ -67,21 +76,21 @@ class TorchTargetEngine:
         """See `TargetEngine.step`."""
         hidden, taps = self._forward(plan)
         decided = verify_batch(plan, self.model.device)
-        logprobs = {}
+        logprobs, errors = {}, {}
         if len(decided.token_rows):
             logits = self.model.logits(hidden.index_select(0, decided.token_rows))
-            special = SpecialStep(plan, logits) if plan.special else None
+            special = SpecialStep(plan, logits, self.grammars) if plan.special else None
             num_accepted, next_token = verify(special.shape() if special else logits, decided)
             accepted, following = (
                 t.to(torch.int32).cpu().numpy() for t in (num_accepted, next_token)
             )
             if special:
-                logprobs = special.logprobs(accepted, following)
+                logprobs, errors = special.logprobs(accepted, following), special.errors
         else:
             accepted = np.zeros(plan.num_requests, np.int32)
             following = np.full(plan.num_requests, -1, np.int32)
         features = None if taps is None else as_numpy(taps)
-        return StepResult(accepted, following, features, logprobs)
+        return StepResult(accepted, following, features, logprobs, errors)
 
     @torch.inference_mode()
     def all_logits(self, plan: StepPlan) -> Tensor:
@@ -231,7 +240,10 @@ def load_engine(
     )
     log.info("%s", dispatch.describe(device.type))
     store = new_store(model, num_blocks, block_size)
-    return TorchTargetEngine(model, store, spec, captures=captures)
+    grammars = GrammarDesk(
+        tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
+    )
+    return TorchTargetEngine(model, store, spec, grammars, captures=captures)
 
 
 def _sharding(

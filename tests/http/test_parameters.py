@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 
@@ -197,3 +198,69 @@ async def test_tokenize_and_detokenize_are_inverse(served):
     assert "".join(chat["token_strs"]).endswith("<|im_start|>assistant\n")
     whole = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert whole.usage is not None and whole.usage.prompt_tokens == chat["count"]
+
+
+FORMATS = [
+    ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "integer", "minimum": 3}},
+            }
+        },
+        "12",
+        "2",
+    ),
+    ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true", "null"),
+    ({"structured_outputs": {"regex": "a+b?"}}, "aab", "ba"),
+    ({"structured_outputs": {"choice": ["yes", 'n"o\n']}}, 'n"o\n', "no"),
+    ({"structured_outputs": {"grammar": 'start: "x" y\ny: /[0-9]/'}}, "x7", "xy"),
+]
+
+
+@pytest.mark.parametrize(("fields", "fits", "misfit"), FORMATS)
+async def test_a_format_reaches_the_rank_as_a_grammar_of_what_it_allows(
+    served, tmp_path, fields, fits, misfit
+):
+    server, _ = served
+    answer = await server.client.post(CHAT_PATH, json={**CHAT, **fields, "n": 2})
+    assert answer.status_code == 200, answer.text
+    file = tmp_path / "tokenizer.json"
+    server.codec.tokenizer.save(str(file))
+    tokens = llguidance.LLTokenizer(str(file), server.codec.vocab_size, [257])
+    for request in server.ranks[0].admitted:
+        assert request.sampling.rules is not None and request.stop_token_ids == (257,)
+        for text, is_word in ((fits, True), (misfit, False)):
+            matcher = llguidance.LLMatcher(tokens, request.sampling.rules.grammar)
+            ids = server.ids(text)
+            assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == is_word
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            422,
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"regex": "[a-"}}, 422, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, 422, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "x" * 300_000}}, 422, "structured_outputs"),
+        ({"structured_outputs": {}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, 400, "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            400,
+            "structured_outputs",
+        ),
+    ],
+)
+async def test_a_format_that_cannot_be_followed_is_refused(served, fields, status, param):
+    server, _ = served
+    answer = await server.client.post(CHAT_PATH, json={**CHAT, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert not server.ranks[0].reserves

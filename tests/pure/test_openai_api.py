@@ -82,7 +82,6 @@ def test_a_bad_field_is_named_with_its_value(kind, field, value):
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("min_p", 0.1),
         ("echo", True),
         ("suffix", "x"),
@@ -109,6 +108,11 @@ def test_what_would_change_the_output_is_refused_by_name(field, value):
         (CompletionRequest, {"echo": True, "logprobs": 0}, "logprobs"),
         (CompletionRequest, {"n": 2, "best_of": 4}, "best_of"),
         (CompletionRequest, {"suffix": "x"}, "suffix"),
+        (ChatRequest, {"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens"),
+        (ChatRequest, {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        (ChatRequest, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (ChatRequest, {"structured_outputs": {"jason": {}}}, "structured_outputs.jason"),
+        (ChatRequest, {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ],
 )
 def test_fields_that_contradict_each_other_or_their_endpoint_are_named(kind, fields, param):

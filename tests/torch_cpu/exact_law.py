@@ -20,9 +20,10 @@ from torch import Tensor
 from actors.core.layout import DraftTokens, SpecialRow, StepPlan
 from actors.core.logit_edits import LogitEdits, logit_edits
 from actors.core.sampling import SamplingBatch, SamplingParams
+from actors.engine.grammars import TokenMasks
 from kernels import block_reference, reference
 from kernels.block_reference import DraftSampling
-from kernels.logit_edits import edit_logits
+from kernels.logit_edits import edit_logits, mask_logits
 from kernels.reference import Draws
 from kernels.rejection import verify_batch
 from tests.torch_cpu.tiny_pair import STOPS, TinyPair, rest_law
@@ -42,6 +43,7 @@ class Code:
     sample_block: Callable[..., block_reference.BlockSample] = block_reference.sample_block
     verify: Callable[..., tuple[Tensor, Tensor]] = reference.verify
     logit_edits: Callable[[StepPlan], LogitEdits | None] = logit_edits
+    masks: Callable[[StepPlan], TokenMasks | None] = lambda _: None
 
 
 def cuts(outcome: Callable[[Tensor], Tensor], num_rows: int, num_outcomes: int) -> Float64:
@@ -238,6 +240,10 @@ def _verifier(
     edits = code.logit_edits(plan)
     if edits is not None:
         edit_logits(logits, edits)
+    masks = code.masks(plan)
+    if masks is not None:
+        assert not masks.errors
+        mask_logits(logits, masks.rows, masks.bits)
 
     def run(accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         draws = Draws(

@@ -82,11 +82,16 @@ def processed(logits: Float64, params: SamplingParams) -> Float64:
 
 
 STOPS = (0,)  # the stop tokens of every request here
+# Of the one grammar here, over the letters a, b, c = tokens 1, 2, 3; its first letter decides how it goes on.
+WORDS = {(2,), (1, 2), (1, 3), (1, 2, 1), (1, 3, 1), (3, 3, 2)}
+WORDS_REGEX = "a[bc]a?|b|ccb"
 
 
 def ruled(logits: Float64, rules: LogitRules, tokens: tuple[int, ...]) -> Float64:
     """Logits after the rules, written again from their definition; `tokens` are a prompt of one and the output."""
     output, changed = tokens[1:], logits.copy()
+    # Behind an end, and behind what cannot come, anything is as good.
+    is_guided = bool(rules.grammar) and 0 not in output and (not output or _fits(output))
     for token in range(len(logits)):
         if token in tokens:
             penalty = rules.repetition_penalty
@@ -98,7 +103,16 @@ def ruled(logits: Float64, rules: LogitRules, tokens: tuple[int, ...]) -> Float6
         changed[token] += dict(rules.logit_bias).get(token, 0.0)
         if token in STOPS and len(output) < rules.min_tokens:
             changed[token] = -np.inf
+        if is_guided and not _fits((*output, token)):
+            changed[token] = -np.inf
     return changed
+
+
+def _fits(output: tuple[int, ...]) -> bool:
+    """Whether it begins a word, or is one and its end."""
+    if output[-1] == 0:
+        return output[:-1] in WORDS
+    return any(word[: len(output)] == output for word in WORDS)
 
 
 def next_law(pair: TinyPair, tokens: tuple[int, ...], params: SamplingParams) -> Float64:

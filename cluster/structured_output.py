@@ -1,0 +1,126 @@
+"""`response_format` and `structured_outputs` as one grammar in the language of llguidance. Knows nothing of tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from llguidance import LLMatcher
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from actors.engine.grammars import limits
+from cluster.api_errors import ApiError, bad_request
+from cluster.openai_schema import Schema, Text
+
+MAX_GRAMMAR_BYTES = 256 * 2**10
+# One space, or a new line with its indentation: a model that may write any space writes spaces for ever.
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]|\n {0,32}"}
+
+
+class JsonSchemaFormat(Schema):
+    """OpenAI's named schema. `strict` or not, it is always kept to."""
+
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+def _schema_of_text(value: object) -> object:
+    # vLLM's clients send a schema as text, too.
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class StructuredOutputs(Schema):
+    """vLLM's name for the rest: exactly one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_schema: Annotated[dict[str, Any] | None, BeforeValidator(_schema_of_text)] = Field(
+        None, alias="json"
+    )
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = Field(None, min_length=1)
+    grammar: Text | None = None  # Lark, as llguidance reads it
+
+
+def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None) -> str:
+    """The grammar that an answer must follow; empty without one.
+
+    Raises:
+        ApiError: 400 for contradicting fields, 422 for a schema, regex or grammar that cannot be followed.
+    """
+    if outputs is not None:
+        if format_ is not None and format_.type != "text":
+            raise bad_request("structured_outputs", "…", "leave it or response_format out")
+        return _checked("structured_outputs", _of_outputs(outputs))
+    if format_ is None or format_.type == "text":
+        return ""
+    if format_.type == "json_object":
+        return _checked("response_format", of_schema({"type": "object"}))
+    if format_.json_schema is None:
+        raise ApiError(
+            400,
+            "response_format.json_schema: this field is required with type json_schema",
+            param="response_format.json_schema",
+            code="missing_field",
+        )
+    grammar = of_schema(format_.json_schema.json_schema)
+    return _checked("response_format.json_schema.schema", grammar)
+
+
+def of_schema(schema: dict[str, Any]) -> str:
+    """The grammar of the JSON values that a schema allows."""
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+
+
+def _of_outputs(outputs: StructuredOutputs) -> str:
+    given = outputs.model_dump(exclude_none=True, by_alias=True)
+    if len(given) != 1 or outputs.json_object is False:
+        raise bad_request(
+            "structured_outputs",
+            sorted(given),
+            "give exactly one of json, json_object, regex, choice, grammar",
+        )
+    if outputs.json_object:
+        return of_schema({"type": "object"})
+    if outputs.json_schema is not None:
+        return of_schema(outputs.json_schema)
+    if outputs.choice is not None:
+        if not all(outputs.choice):
+            raise bad_request("structured_outputs.choice", outputs.choice, "no choice may be empty")
+        return of_choice(outputs.choice)
+    if outputs.regex is not None:
+        return str(LLMatcher.grammar_from_regex(outputs.regex))
+    assert outputs.grammar is not None
+    return str(LLMatcher.grammar_from_lark(outputs.grammar))
+
+
+def of_choice(choices: list[str]) -> str:
+    """The grammar of exactly these texts."""
+    words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return str(LLMatcher.grammar_from_lark(f"start: {words}"))
+
+
+def _checked(field: str, grammar: str) -> str:
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise ApiError(
+            422,
+            f"{field}: larger than {MAX_GRAMMAR_BYTES} bytes; simplify it",
+            param=field,
+            code="grammar_too_large",
+        )
+    problem = LLMatcher.validate_grammar(grammar, None, limits=limits())
+    if problem and not problem.startswith("WARNING"):
+        raise ApiError(
+            422,
+            f"{field}: cannot be followed: {problem.strip()}; change it",
+            param=field,
+            code="invalid_grammar",
+        )
+    return grammar
