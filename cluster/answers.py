@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import FinishReason
 from cluster.dispatcher import Dispatcher
-from cluster.intake import Job
+from cluster.jobs import Job
 from cluster.live_stream import LiveStream, StreamError
 from cluster.streams import SpeculationCounts
 from cluster.telemetry import FrontMetrics

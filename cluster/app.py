@@ -18,7 +18,8 @@ from cluster.api_keys import KeyLimits, KeyRing
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.explanations import AskRanks
 from cluster.ingress import Front, build_app
-from cluster.intake import Intake, IntakeLimits
+from cluster.intake import Intake
+from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment

@@ -59,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_profile(commands)
     _add_upcycle(commands)
-    demo = _add(commands, "demo", "cluster.demo:demo", "speculation on against off")
+    demo = _add_key(_add(commands, "demo", "cluster.demo:demo", "speculation on against off"))
     _add_config(demo)
-    _add_key(demo)
     demo.add_argument("--num-predict", type=int, default=128, help="tokens an answer (default 128)")
     demo.add_argument(
         "--fast",
@@ -189,7 +188,8 @@ def _add_endpoint(parser: argparse.ArgumentParser, *, model: bool = True) -> Non
         parser.add_argument("--model", help="model name; default: the one that is served")
 
 
-def _add_key(parser: argparse.ArgumentParser) -> None:
+def _add_key(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="file with the API key, where the endpoint wants one"
     )
+    return parser

@@ -23,7 +23,8 @@ from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
-from cluster.intake import Intake, Job
+from cluster.intake import Intake
+from cluster.jobs import Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
 from cluster.openai_api import (
     ChatRequest,

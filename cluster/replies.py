@@ -10,7 +10,7 @@ from typing import Any, Literal
 from actors.core.logit_rules import TokenLogprobs
 from cluster.answers import Answer, merged_pieces
 from cluster.api_errors import ApiError
-from cluster.intake import Job
+from cluster.jobs import Job
 from cluster.live_stream import StreamError
 from cluster.logprobs import LogprobsWriter
 from cluster.openai_responses import (

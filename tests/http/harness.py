@@ -30,7 +30,8 @@ from actors.core.messages import (
 from actors.link import Link, LocalHub
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.ingress import Front, build_app
-from cluster.intake import Intake, IntakeLimits
+from cluster.intake import Intake
+from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec

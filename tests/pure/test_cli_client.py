@@ -63,20 +63,6 @@ def client(handler: Handler = endpoint) -> EndpointClient:
     return EndpointClient(URL, httpx.MockTransport(handler))
 
 
-def test_a_key_is_read_from_a_file_and_sent(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("sk-a\n")
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        assert request.headers["authorization"] == "Bearer sk-a"
-        return endpoint(request)
-
-    keyed = EndpointClient(URL, httpx.MockTransport(handler), str(path))
-    assert keyed.models() == [MODEL]
-    with pytest.raises(CommandError, match="--api-key-file"):
-        EndpointClient(URL, key_file=str(tmp_path / "absent"))
-
-
 def test_a_stream_becomes_text_counts_and_cost() -> None:
     shown: list[str] = []
     answer = collect(client().stream_chat(MODEL, []), shown.append)

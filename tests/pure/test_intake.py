@@ -11,7 +11,8 @@ import pytest
 
 from actors.core.sampling import SamplingBatch
 from cluster.api_errors import ApiError
-from cluster.intake import COMPLETION_MAX_TOKENS, Intake, IntakeLimits, Job
+from cluster.intake import COMPLETION_MAX_TOKENS, Intake
+from cluster.jobs import IntakeLimits, Job
 from cluster.model_files import text_files
 from cluster.openai_api import ChatRequest, CompletionRequest
 from cluster.openai_parse import parse_request

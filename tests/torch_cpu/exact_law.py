@@ -236,14 +236,7 @@ def _verifier(
         special=_special_rows(params, anchor, len(paths)),
     )
     batch = verify_batch(plan)
-    logits = pair.target[plan.positions - ANCHOR_POSITION, plan.token_ids.astype(np.int64)]
-    edits = code.logit_edits(plan)
-    if edits is not None:
-        edit_logits(logits, edits)
-    masks = code.masks(plan)
-    if masks is not None:
-        assert not masks.errors
-        mask_logits(logits, masks.rows, masks.bits)
+    logits = _shaped_logits(code, pair, plan)
 
     def run(accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         draws = Draws(
@@ -256,6 +249,19 @@ def _verifier(
         return accepted[1:], token[1:]
 
     return run
+
+
+def _shaped_logits(code: Code, pair: TinyPair, plan: StepPlan) -> Tensor:
+    """The target's logits of every token of the plan, with the rules of its rows applied."""
+    logits = pair.target[plan.positions - ANCHOR_POSITION, plan.token_ids.astype(np.int64)]
+    edits = code.logit_edits(plan)
+    if edits is not None:
+        edit_logits(logits, edits)
+    masks = code.masks(plan)
+    if masks is not None:
+        assert not masks.errors
+        mask_logits(logits, masks.rows, masks.bits)
+    return logits
 
 
 def _special_rows(params: SamplingParams, anchor: int, count: int) -> tuple[SpecialRow, ...]:
