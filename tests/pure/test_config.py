@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -294,46 +293,3 @@ def test_a_machine_that_tells_nothing_computes_in_float32(
     machine.multiplies_bfloat16.cache_clear()
     assert not machine.multiplies_bfloat16()
     machine.multiplies_bfloat16.cache_clear()
-
-
-DIGEST = "a" * 64
-KEYS = f"""
-ingress:
-  api_keys:
-    - {{name: alice, sha256: {DIGEST}, requests_per_minute: 30}}
-    - {{name: bob, sha256: {"b" * 64}, max_share: 0.25}}
-  cors_origins: [https://page.example]
-"""
-
-
-def test_api_keys_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(KEYS)
-    ingress = load(str(path), environment={}).ingress
-    assert [(k.name, k.requests_per_minute, k.max_share) for k in ingress.api_keys] == [
-        ("alice", 30.0, 1.0),
-        ("bob", 0.0, 0.25),
-    ]
-    assert ingress.cors_origins == ("https://page.example",)
-    fields = {name: info for name, _, info in describe(ClusterConfig())}
-    assert allowed(fields["ingress.api_keys"]).startswith("allowed: a list of {name, sha256, ")
-    assert allowed(fields["ingress.cors_origins"]) == "allowed: a list"
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ([{"name": "a", "sha256": "sk-very-secret"}], "sha256: string should match"),
-        ([{"name": "a"}], "sha256: field required"),
-        ([{"name": "a", "sha256": DIGEST, "key": "sk-very-secret"}], "key: extra inputs"),
-        ("sk-very-secret", "tuple"),
-        ([{"name": "a", "sha256": DIGEST}, {"name": "a", "sha256": "b" * 64}], "same name"),
-        ([{"name": "a", "sha256": DIGEST}, {"name": "b", "sha256": DIGEST}], "same sha256"),
-    ],
-)
-def test_a_bad_key_is_refused_without_showing_it(keys: object, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(json.dumps({"ingress": {"api_keys": keys}}))
-    with pytest.raises(ConfigError, match=says) as caught:
-        load(str(path), environment={})
-    assert caught.value.field == "ingress.api_keys" and "sk-very-secret" not in str(caught.value)
