@@ -241,6 +241,7 @@ class Intake:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_token_ids=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
+            priority=request.priority or 0,
             class_id=0 if named is None else self.limits.classes.index(named),
             rank=options.rank,
             explain=options.explain,

@@ -54,6 +54,7 @@ class GenerationRequest(Schema):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    priority: Int | None = Field(None, ge=-(2**31), le=2**31 - 1)  # vLLM's: lower starts earlier
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -45,6 +45,7 @@ class StreamOrder:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
+    priority: int = 0
     class_id: int = 0  # index into `policy.classes`
     rank: str | None = None  # the rank it shall be placed on first; None: the best one
     explain: bool = False
@@ -95,6 +96,7 @@ class StreamJournal:
             max_new_tokens=order.max_new_tokens,
             sampling=order.sampling,
             stop_token_ids=order.stop_token_ids,
+            priority=order.priority,
             traceparent=order.traceparent,
             class_id=order.class_id,
             explain=order.explain,

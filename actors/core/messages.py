@@ -1,8 +1,8 @@
 """Every message between processes, grouped by the receiver.
 
 Rules (contract C4). A message about a request carries its `generation` (bumped each time the ingress re-submits it) and
-a committed length, so that a late, repeated or reordered message is recognised and dropped, not repaired. All messages
-are idempotent. Batches are structs of arrays: one message a step, not one a request.
+a committed length: one that is late, repeated or reordered is recognised and dropped, never repaired. All messages are
+idempotent; batches are structs of arrays, one message a step, not one a request.
 
 Lengths: `committed_len` counts prompt plus committed output tokens. The anchor is the last of them, at position
 `committed_len - 1` of the stream; the draft context of a request covers positions `0 .. committed_len - 2`.
@@ -56,6 +56,7 @@ class AdmittedRequest:
     traceparent: str | None = None
     class_id: int = 0  # index into `policy.classes`
     explain: bool = False  # keep a log of its rounds (C11)
+    priority: int = 0  # of those that wait for a place, the lowest starts first
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ class ProposalBatch:
     """Draft blocks of several requests (N of them), from the drafter with the endpoint name `drafter`.
 
     `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
-    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there.
-    """
+    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there."""
 
     drafter: str
     request_ids: tuple[str, ...]

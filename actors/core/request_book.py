@@ -103,9 +103,10 @@ class RequestBook:
             self._counters.num_aborted += 1
 
     def start_waiting(self) -> None:
-        """Give free slots to those that wait, first come first served."""
+        """Give free slots to those that wait: the lowest priority number first, then first come first served."""
         while self.waiting and self.table.num_free:
-            request = self.waiting.popleft()
+            request = min(self.waiting, key=lambda r: (r.admitted.priority, r.arrival))
+            self.waiting.remove(request)
             self.table.place(request)
             self.prefilling.append(request)
 

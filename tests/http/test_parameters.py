@@ -71,13 +71,19 @@ async def test_rules_reach_the_rank_and_plain_requests_have_none(served):
         logit_bias={"7": -100, "3": 2, "9": 0},
         max_completion_tokens=9,
         user="somebody",
-        extra_body={"repetition_penalty": 1.2, "min_tokens": 4, "ignore_eos": True},
+        extra_body={
+            "repetition_penalty": 1.2,
+            "min_tokens": 4,
+            "ignore_eos": True,
+            "priority": -2,
+        },
     )
     await client.chat.completions.create(
         model=MODEL, messages=MESSAGES, presence_penalty=0, logit_bias={}, logprobs=False
     )
     ruled, plain = server.ranks[0].admitted
     assert ruled.sampling.rules == LogitRules(1.2, -1.0, 0.5, ((3, 2.0), (7, -100.0)), 4)
+    assert (ruled.priority, plain.priority) == (-2, 0)
     assert ruled.max_new_tokens == 9 and ruled.stop_token_ids == ()
     assert plain.sampling.rules is None and not plain.sampling.is_special
 
