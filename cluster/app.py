@@ -227,6 +227,7 @@ def make_front(
         ingress.max_stop_strings,
         max_choices=ingress.max_choices,
         max_request_tokens=ingress.max_request_tokens,
+        tool_parser=ingress.tool_parser,
         classes=tuple(known.name for known in config.policy.classes),
         ranks=config.target.rank_names if ingress.allow_rank_hint else (),
     )

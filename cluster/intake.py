@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.core.sampling import SamplingParams
 from cluster.api_errors import ApiError, bad_request
+from cluster.chat_messages import template_messages
 from cluster.jobs import IntakeLimits, Job
 from cluster.openai_api import (
     MAX_PROMPTS,
@@ -21,6 +22,7 @@ from cluster.openai_api import (
 from cluster.request_sampling import rules_of, sampling_of
 from cluster.streams import StreamOrder
 from cluster.text import ChatTemplateError, TextCodec
+from cluster.tools import forced_grammar, tool_use
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's own default for /v1/completions
 # No tokenizer here makes a token of more bytes on average; a longer prompt is refused before it is tokenised.
@@ -64,7 +66,7 @@ class Intake:
             assert isinstance(request, CompletionRequest)
             prompts = self._completion_prompts(request)
             field, default_len = "prompt", COMPLETION_MAX_TOKENS
-        rules = rules_of(request, self.codec)
+        rules = rules_of(request, self.codec, self._forced_grammar(request))
         num_jobs = len(prompts) * request.num_choices
         jobs: list[Job] = []
         num_tokens = 0
@@ -85,18 +87,29 @@ class Intake:
         self._check_total(request, num_tokens)
         return jobs
 
+    def _forced_grammar(self, request: GenerationRequest) -> str:
+        if not (isinstance(request, ChatRequest) and request.demands_call):
+            return ""
+        assert request.tool_choice is not None
+        many = request.parallel_tool_calls is not False
+        parser = self.limits.tool_parser
+        return forced_grammar(request.offered_tools, request.tool_choice, parser, many=many)
+
     def chat_prompt(self, request: ChatRequest | TokenizeRequest) -> list[int]:
         """The token ids that the chat template makes of the messages.
 
         Raises:
             ApiError: messages the template refuses, or too long.
         """
-        messages = [
-            {"role": "system" if m.role == "developer" else m.role, "content": m.text}
-            for m in request.messages or ()
-        ]
+        tools = request.offered_tools if isinstance(request, ChatRequest) else []
+        codec, arguments = self.codec, _template_arguments(request)
+        messages = template_messages(
+            request.messages or (), tools, self.limits.tool_parser, knows_tools=codec.knows_tools
+        )
+        if tools and codec.knows_tools:
+            arguments = {**arguments, "tools": [t.model_dump(exclude_none=True) for t in tools]}
         try:
-            prompt = self.codec.render_chat(messages, _template_arguments(request))
+            prompt = codec.render_chat(messages, arguments)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         return self._tokenise("messages", prompt, add_special_tokens=False)
@@ -255,6 +268,11 @@ class Intake:
             is_first_choice=choice == 0,
             shows_ids=bool(request.return_token_ids),
             echo=echo,
+            tools=tool_use(
+                request.offered_tools, request.tool_choice or "auto", self.limits.tool_parser
+            )
+            if isinstance(request, ChatRequest)
+            else None,
         )
 
 

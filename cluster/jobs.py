@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.streams import StreamOrder, TextStream
 from cluster.text import TextCodec
+from cluster.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class IntakeLimits:
     ranks: tuple[str, ...] = ()  # that a request may name; none unless rank hints are allowed
     max_choices: int = 16
     max_request_tokens: int = 131072  # of all choices together, prompts included
+    tool_parser: str = "hermes"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Job:
     is_first_choice: bool = True  # of its prompt, which counts once however many choices it gets
     shows_ids: bool = False
     echo: str = ""  # text shown before the answer
+    tools: ToolUse | None = None  # how calls in the answer are read
 
     @property
     def shows_tokens(self) -> bool:

@@ -10,9 +10,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from actors.core.logit_rules import LogprobsOrder
 from cluster.openai_schema import Bias, Int, Schema, Text, no_false
 from cluster.structured_output import ResponseFormat, StructuredOutputs
+from cluster.tools import NamedChoice, Tool, ToolCall
 
 MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 128
 
 
 class StreamOptions(Schema):
@@ -102,8 +104,10 @@ class TextPart(Schema):
 
 
 class ChatMessage(Schema):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -117,6 +121,18 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def demands_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
 
     @property
     def num_top_logprobs(self) -> int | None:

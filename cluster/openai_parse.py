@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from cluster.api_errors import ApiError, bad_request, shown
 from cluster.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai_schema import Schema
+from cluster.tools import NamedChoice
 
 # --- features that would change the output and that we do not have ----------------------------------------------------
 
@@ -27,12 +28,12 @@ def _other_than(*harmless: object) -> Callable[[object], bool]:
 _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "top_logprobs": (_other_than(0), "completions take logprobs as a number; use that"),
     "prompt_logprobs": (_always, "log probabilities of the prompt are not available; leave it out"),
-    "tools": (_other_than([]), "tool calls are not available; leave it out"),
-    "tool_choice": (_other_than("none", "auto"), "tool calls are not available; leave it out"),
-    "functions": (_other_than([]), "function calls are not available; leave it out"),
+    "tools": (_other_than([]), "only chats have tools; leave it out"),
+    "tool_choice": (_other_than("none", "auto"), "only chats have tools; leave it out"),
+    "functions": (_other_than([]), "use tools and tool_choice"),
     "function_call": (
         _other_than("none", "auto"),
-        "function calls are not available; leave it out",
+        "use tools and tool_choice",
     ),
     "guided_json": (_always, "use structured_outputs.json"),
     "guided_regex": (_always, "use structured_outputs.regex"),
@@ -49,7 +50,6 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "continue_final_message": (_other_than(False), "not available; use /v1/completions"),
     "add_generation_prompt": (_other_than(True), "not available; use /v1/completions"),
     "chat_template": (_always, "the model's own chat template is used; leave it out"),
-    "tool_calls": (_other_than([]), "tool calls are not available; leave it out"),
 }
 
 
@@ -67,6 +67,7 @@ def refuse_unsupported(extra: dict[str, Any] | None, where: str = "") -> None:
 _BRANCHES = {
     "stop": "give a string or a list of strings",
     "prompt": "give a string, a list of strings, a list of token ids, or a list of such lists",
+    "tool_choice": 'give none, auto, required or {"type": "function", "function": {"name": "…"}}',
     "content": 'give a string or a list of {"type": "text", "text": "…"} parts',
 }
 
@@ -110,7 +111,9 @@ def _check_together(request: GenerationRequest) -> None:
     limit = request.output_limit
     if limit is not None and (request.min_tokens or 0) > limit:
         raise bad_request("min_tokens", request.min_tokens, f"at most max_tokens, which is {limit}")
-    if request.is_guided:
+    if isinstance(request, ChatRequest):
+        _check_tools(request)
+    if request.is_guided or (isinstance(request, ChatRequest) and request.demands_call):
         for name, value in (("min_tokens", request.min_tokens), ("ignore_eos", request.ignore_eos)):
             if value:
                 raise bad_request(name, value, "an answer with a format ends where the format does")
@@ -121,6 +124,22 @@ def _check_together(request: GenerationRequest) -> None:
             "logprobs",
             request.logprobs,
             "those of an echoed prompt are not available; leave one out",
+        )
+
+
+def _check_tools(request: ChatRequest) -> None:
+    names = [tool.function.name for tool in request.tools or ()]
+    if len(set(names)) < len(names):
+        raise bad_request("tools", names, "two functions have the same name; rename one")
+    choice = request.tool_choice
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        name = choice.function.name
+        raise bad_request("tool_choice.function.name", name, "no function of tools has this name")
+    if choice == "required" and not names:
+        raise bad_request("tool_choice", choice, "give the tools that can be called")
+    if request.demands_call and request.is_guided:
+        raise bad_request(
+            "tool_choice", "…", "a call has its own format; leave response_format out"
         )
 
 

@@ -58,6 +58,14 @@ class WholeChoice:
     text: str
     finish_reason: str
     details: Details = field(default_factory=dict)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Of a chat. With calls and without words, its content is null."""
+        content = None if self.tool_calls and not self.text else self.text
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return {**message, "tool_calls": self.tool_calls} if self.tool_calls else message
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,11 @@ class Envelope:
         content = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
         return self._chunk([self._choice(index, content, None, details)])
 
+    def calls_chunk(self, index: int, first: int, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tool calls, whole; the first of them has the number `first` in the answer."""
+        shown = [{"index": first + number, **call} for number, call in enumerate(calls)]
+        return self._chunk([self._choice(index, {"delta": {"tool_calls": shown}}, None)])
+
     def finish_chunk(self, index: int, finish_reason: str) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
         return self._chunk([self._choice(index, content, finish_reason)])
@@ -93,9 +106,7 @@ class Envelope:
         shown = [
             self._choice(
                 index,
-                {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-                if self.kind == "chat"
-                else {"text": choice.text},
+                {"message": choice.message} if self.kind == "chat" else {"text": choice.text},
                 choice.finish_reason,
                 choice.details,
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
 from actors.core.logit_rules import TokenLogprobs
-from cluster.answers import Answer, merged_pieces
+from cluster.answers import Answer, Piece, merged_pieces
 from cluster.api_errors import ApiError
 from cluster.jobs import Job
 from cluster.live_stream import StreamError
@@ -22,6 +23,8 @@ from cluster.openai_responses import (
     usage_of,
 )
 from cluster.text import TextCodec
+from cluster.tool_parsers import Call
+from cluster.tools import ToolUse
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +39,24 @@ async def event_stream(
         if answer.job.echo:
             yield sse_event(envelope.text_chunk(index, answer.job.echo))
     details = [TokenDetails(answer.job, envelope.kind, codec) for answer in answers]
+    readers = [CallReader(answer.job.tools) for answer in answers]
     try:
         async with aclosing(merged_pieces(answers)) as pieces:
             async for index, piece in pieces:
                 # One write a step, however many tokens it brought.
-                text = b""
-                if piece.text or piece.token_ids:
+                event = b""
+                text, calls = readers[index].read(piece)
+                if text or piece.token_ids:
                     about = details[index].of(piece.token_ids, piece.logprobs)
-                    text = sse_event(envelope.text_chunk(index, piece.text, about))
+                    event = sse_event(envelope.text_chunk(index, text, about))
+                if calls:
+                    first = len(readers[index].calls) - len(calls)
+                    event += sse_event(envelope.calls_chunk(index, first, calls))
                 if piece.finish_reason is not None:
-                    text += sse_event(envelope.finish_chunk(index, piece.finish_reason))
-                yield text
+                    reason = readers[index].reason(piece.finish_reason)
+                    event += sse_event(envelope.finish_chunk(index, reason))
+                if event:
+                    yield event
     except StreamError as error:
         logger.warning("stream %s ends with an error: %s", envelope.response_id, error)
         yield sse_event({**failure_of(error).body})
@@ -68,18 +78,48 @@ async def whole_answer(
     reasons = [""] * len(answers)
     token_ids: list[list[int]] = [[] for _ in answers]
     logprobs: list[list[TokenLogprobs]] = [[] for _ in answers]
+    readers = [CallReader(answer.job.tools) for answer in answers]
     async with aclosing(merged_pieces(answers)) as pieces:
         async for index, piece in pieces:
-            texts[index] += piece.text
+            texts[index] += readers[index].read(piece)[0]
             token_ids[index] += piece.token_ids
             logprobs[index] += piece.logprobs
-            reasons[index] = piece.finish_reason or ""
+            reasons[index] = readers[index].reason(piece.finish_reason or "")
     details = [TokenDetails(answer.job, envelope.kind, codec) for answer in answers]
     choices = [
-        WholeChoice(texts[i], reasons[i], about.of(token_ids[i], logprobs[i]))
+        WholeChoice(texts[i], reasons[i], about.of(token_ids[i], logprobs[i]), readers[i].calls)
         for i, about in enumerate(details)
     ]
     return envelope.whole(choices, _usage(answers))
+
+
+class CallReader:
+    """Text and tool calls of one choice; without tools, all is text."""
+
+    def __init__(self, tools: ToolUse | None) -> None:
+        self._parser = None if tools is None else tools.reader()
+        self._is_named = tools is not None and tools.is_named
+        self.calls: list[dict[str, Any]] = []  # so far, as OpenAI shows them
+
+    def read(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the calls that became certain with this piece."""
+        if self._parser is None:
+            return piece.text, []
+        found = self._parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            found += self._parser.finish()
+        calls = [_shown_call(one) for one in found if isinstance(one, Call)]
+        self.calls += calls
+        return "".join(one for one in found if isinstance(one, str)), calls
+
+    def reason(self, finish_reason: str) -> str:
+        ends_in_calls = bool(self.calls) and finish_reason == "stop" and not self._is_named
+        return "tool_calls" if ends_in_calls else finish_reason
+
+
+def _shown_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 class TokenDetails:

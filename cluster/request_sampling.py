@@ -56,8 +56,13 @@ def sampling_of(
     )
 
 
-def rules_of(request: GenerationRequest, codec: TextCodec) -> LogitRules | None:
+def rules_of(
+    request: GenerationRequest, codec: TextCodec, forced_grammar: str = ""
+) -> LogitRules | None:
     """The request's logit rules; None when they change nothing, so that it costs nothing.
+
+    Args:
+        forced_grammar: of a tool call that was demanded.
 
     Raises:
         ApiError: a bias for a token that does not exist, or a grammar that cannot be followed.
@@ -69,7 +74,7 @@ def rules_of(request: GenerationRequest, codec: TextCodec) -> LogitRules | None:
         presence_penalty=float(request.presence_penalty or 0.0),
         logit_bias=_biases(request, codec.vocab_size),
         min_tokens=request.min_tokens or 0,
-        grammar=grammar_of(request.response_format, request.structured_outputs),
+        grammar=forced_grammar or grammar_of(request.response_format, request.structured_outputs),
     )
     return None if rules == LogitRules() else rules
 

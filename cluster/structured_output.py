@@ -58,11 +58,11 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
     if outputs is not None:
         if format_ is not None and format_.type != "text":
             raise bad_request("structured_outputs", "…", "leave it or response_format out")
-        return _checked("structured_outputs", _of_outputs(outputs))
+        return checked_grammar("structured_outputs", _of_outputs(outputs))
     if format_ is None or format_.type == "text":
         return ""
     if format_.type == "json_object":
-        return _checked("response_format", of_schema({"type": "object"}))
+        return checked_grammar("response_format", of_schema({"type": "object"}))
     if format_.json_schema is None:
         raise ApiError(
             400,
@@ -71,7 +71,7 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
             code="missing_field",
         )
     grammar = of_schema(format_.json_schema.json_schema)
-    return _checked("response_format.json_schema.schema", grammar)
+    return checked_grammar("response_format.json_schema.schema", grammar)
 
 
 def of_schema(schema: dict[str, Any]) -> str:
@@ -107,7 +107,12 @@ def of_choice(choices: list[str]) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: {words}"))
 
 
-def _checked(field: str, grammar: str) -> str:
+def checked_grammar(field: str, grammar: str) -> str:
+    """The grammar itself, when it can be followed.
+
+    Raises:
+        ApiError: 422, naming the field it came from.
+    """
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise ApiError(
             422,

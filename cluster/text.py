@@ -134,6 +134,7 @@ class TextCodec:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.default_sampling = default_sampling or {}
         self._template_tokens = template_tokens or {}
+        self._knows_tools = "tools" in (chat_template or "")
         self._template = _compile_template(chat_template) if chat_template else None
         self._byte_level = _is_byte_level(tokenizer)
         self._byte_cache: dict[int, bytes] = {}
@@ -173,6 +174,11 @@ class TextCodec:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template itself tells the model of tools."""
+        return self._knows_tools
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; a rendered chat already holds its special tokens."""

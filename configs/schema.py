@@ -180,6 +180,10 @@ class IngressConfig(Section):
         strict=False,
         description="Origins whose pages a browser lets call the endpoint; none = CORS is off.",
     )
+    tool_parser: Literal["hermes", "json"] = Field(
+        "hermes",
+        description="How the model writes tool calls: hermes = <tool_call> tags; json = nothing but an object.",
+    )
     proxy: Literal["auto", "haproxy", "python"] = Field(
         "auto",
         description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",

@@ -256,6 +256,7 @@ async def launched(
     request_timeout_s: float = 30.0,
     reservation_timeout_s: float = 2.0,
     access: Access | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
     **stream_limits: float,
 ) -> AsyncIterator[Server]:
     """A front and its scripted ranks, all ready."""
@@ -270,9 +271,11 @@ async def launched(
 
     limits = StreamLimits(**{"replay_timeout_s": 3.0, **stream_limits})
     dispatcher = Dispatcher(link, routing, DispatchLimits(reservation_timeout_s, 0.05, limits))
-    intake = Intake(codec, IntakeLimits(MODEL, MAX_MODEL_LEN, 64, 4, max_request_tokens=5000))
+    intake = Intake(
+        codec, IntakeLimits(MODEL, max_model_len, max_model_len // 8, 4, max_request_tokens=5000)
+    )
     front = Front(
-        ServedModel(MODEL, 1, "fp_test", MAX_MODEL_LEN),
+        ServedModel(MODEL, 1, "fp_test", max_model_len),
         intake,
         dispatcher,
         request_timeout_s,

@@ -80,8 +80,8 @@ def test_a_bad_field_is_named_with_its_value(kind, field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "f"),
         ("min_p", 0.1),
         ("echo", True),
         ("suffix", "x"),
@@ -170,7 +170,7 @@ def test_harmless_and_unknown_fields_are_accepted(harmless):
         ([], "messages"),
         ("hi", "messages"),
         ([{"content": "hi"}], "messages[0].role"),
-        ([{"role": "tool", "content": "hi"}], "messages[0].role"),
+        ([{"role": "oracle", "content": "hi"}], "messages[0].role"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
@@ -179,7 +179,7 @@ def test_harmless_and_unknown_fields_are_accepted(harmless):
         ([{"role": "user", "content": "\udfff"}], "messages[0].content"),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": "x"}]}],
-            "messages[1].tool_calls",
+            "messages[1].tool_calls[0].function",
         ),
     ],
 )
