@@ -129,10 +129,12 @@ class AllocatorActor(Shell):
 
 
 def _solver(config: ClusterConfig, prices: ClassPrices | None) -> BudgetSolver:
-    """Ranks that are copies of one model do not wait for each other, but may share a machine."""
+    """Ranks that are copies of one model do not wait for each other, but may share a machine; those that share experts
+    do, yet each numbers its own steps: the newest of each stands for a step of the group."""
     if config.policy.name != "joint":
         return EachAlone()
     names = config.target.rank_names
-    size = config.policy.group_size or len(names)
+    sharing = config.target.group_size if config.target.group_size > 1 else len(names)
+    size = config.policy.group_size or sharing
     groups = [names[first : first + size] for first in range(0, len(names), size)]
     return JointSolver(groups, prices=prices, is_lockstep=False)

@@ -24,6 +24,7 @@ _STATE_OF: dict[Phase, State] = {
     "stopped": "dead",
     "failed": "dead",
 }
+SLOW_COLLECTIVE_S = 2.0  # worth a word; how long is too long the rank itself decides
 MISSES_UNTIL_DEAD = 3  # silent pings; a call that fails because the process ended counts at once
 
 
@@ -81,6 +82,8 @@ class RouteBook:
         member.reason = ""
         if member.state in ("starting", "dead"):
             member.reason = f"{description.phase} {description.detail}".strip()
+        elif description.waited_s > SLOW_COLLECTIVE_S:
+            member.reason = f"its group has kept it waiting for {description.waited_s:.0f} s"
         if description.phase == "failed":
             member.last_failure = description.detail
         self._notice()

@@ -155,3 +155,12 @@ def test_groups_are_cut_from_the_ranks_in_their_order() -> None:
             config.target.rank_names[first : first + expected[0]]
             for first in range(0, 4, expected[0])
         ]
+
+
+def test_ranks_that_share_experts_are_a_group_of_the_solver() -> None:
+    config = ClusterConfig.model_validate(
+        {"target": {"num_ranks": 4, "group_size": 2}, "policy": {"name": "joint"}}
+    )
+    solver: Any = _solver(config, None)
+    groups = sorted({group.ranks for group in solver._groups.values()})
+    assert groups == [("target-0", "target-1"), ("target-2", "target-3")]

@@ -183,3 +183,19 @@ def test_what_is_wrong_with_a_rank_that_serves_is_published_until_it_is_over(
 def test_drafters_are_spread_evenly(num_ranks: int, drafters: str, expected: list[str]) -> None:
     alive = [None if letter == "-" else letter for letter in drafters]
     assert ["".join(assigned(i, num_ranks, alive)) for i in range(num_ranks)] == expected
+
+
+def test_a_rank_that_its_group_keeps_waiting_says_so_and_changes_nothing_for_others(
+    book: RouteBook,
+) -> None:
+    version = book.version
+    book.hear(describe("target-0", waited_s=7.4))
+    assert "kept it waiting for 7 s" in book.members["target-0"].reason
+    assert book.members["target-0"].is_usable and book.version == version
+    book.hear(describe("target-0", waited_s=0.1))
+    assert book.members["target-0"].reason == ""
+
+
+def test_a_rank_that_waits_for_its_group_is_starting(book: RouteBook) -> None:
+    book.hear(describe("target-0", phase="forming", offer="h:1"))
+    assert book.table().ranks[0].state == "starting"
