@@ -208,14 +208,16 @@ def _concatenate(batches: Sequence[CommitBatch]) -> CommitBatch:
     lengths = np.concatenate([np.diff(b.cu_feature_len) for b in batches])
     cu_feature_len = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_feature_len[1:])
-    arrays = ("generations", "committed_lens", "anchor_token_ids", "wants_block", "first_positions")
+    arrays = (
+        *("generations", "committed_lens", "anchor_token_ids", "wants_block", "first_positions"),
+        *("token_ids", "features", "verify_lens"),
+    )
     sampling = [b.sampling for b in batches]
     return CommitBatch(
         rank=batches[-1].rank,
         step=batches[-1].step,
         request_ids=tuple(r for b in batches for r in b.request_ids),
         cu_feature_len=cu_feature_len,
-        features=np.concatenate([b.features for b in batches]),
         sampling=SamplingBatch(
             *(np.concatenate([getattr(s, f) for s in sampling]) for f in vars(sampling[0]))
         ),
@@ -258,7 +260,9 @@ def _profile_commit(
         wants_block=np.ones(n, bool),
         first_positions=np.full(n, first_position, np.int32),
         cu_feature_len=np.arange(0, n * rows + 1, rows, dtype=np.int32),
+        token_ids=np.ones(n * rows, np.int32),
         features=np.tile(features, (n * rows, 1)),
+        verify_lens=np.zeros(n, np.int32),
         sampling=SamplingBatch(
             np.zeros(n, np.float32),
             np.ones(n, np.float32),

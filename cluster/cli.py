@@ -6,6 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from cluster.commands.export import add_options as add_export_options
 from cluster.commands.simulate import add_options as add_simulate_options
 from cluster.commands.upcycle import add_options as add_upcycle_options
 from cluster.console import CommandError, emit_json, note
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_bench(commands)
+    _add_drafter_commands(commands)
     simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
     add_simulate_options(simulate)
 
@@ -113,6 +115,13 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     profile.add_argument(
         "--out", metavar="DIR", help="folder for the plot (default: beside the kept measurements)"
     )
+
+
+def _add_drafter_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What makes, measures and moves drafters."""
+    export = _add(commands, "export", "cluster.commands.export:export", "write a drafter elsewhere")
+    _add_config(export)
+    add_export_options(export)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

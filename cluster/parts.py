@@ -89,6 +89,7 @@ def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
     """The target with the taps its drafter wants."""
     import torch
 
+    from actors.engine.drafters.serve import configured_taps
     from actors.engine.expert_group import ExpertGroup
     from actors.engine.target_engine import load_engine
 
@@ -96,29 +97,19 @@ def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
     size, group = config.target.group_size, None
     if size > 1:
         group = ExpertGroup(group_of(seat.rank, size)[1], size, config.model.device)
-    return load_engine(config, _tap_layer_ids(config), progress=False, group=group)
+    return load_engine(config, configured_taps(config), progress=False, group=group)
 
 
 def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:
     """The drafter, cut to the configured block; its proposals carry the name of its seat."""
     import torch
 
-    from actors.engine.checkpoint import find_model
-    from actors.engine.drafters.engine import DrafterOptions
-    from actors.engine.drafters.serve import load_engine
-    from actors.engine.target_engine import DTYPES
+    from actors.engine.drafters.serve import configured_engine
 
     torch.set_num_threads(seat.num_threads)
-    options = DrafterOptions(
-        name=seat.name,
-        gamma=config.drafter.gamma,
-        draft_top_k=config.drafter.draft_top_k,
-        dtype=DTYPES[config.model.dtype],
-        device=config.model.device,
-    )
-    folder = drafter_folder(config)
-    assert folder is not None, "there is no drafter actor without a drafter"
-    return load_engine(folder, find_model(config.model.path, progress=False), options)
+    engine = configured_engine(config, seat.name)
+    assert engine is not None, "there is no drafter actor without a drafter"
+    return engine
 
 
 def measure_steps(engine: TargetEngine, config: ClusterConfig) -> StepTimes:
@@ -128,28 +119,3 @@ def measure_steps(engine: TargetEngine, config: ClusterConfig) -> StepTimes:
 
     assert isinstance(engine, TorchTargetEngine)
     return cached_samples(engine.spec, config, lambda: quick_samples(engine, config)).curve()
-
-
-def drafter_folder(config: ClusterConfig) -> Path | None:
-    """The directory of the configured drafter; None when there is to be no speculation.
-
-    Raises:
-        ModelNotFoundError: it is not there.
-    """
-    from actors.engine.drafters.serve import find_drafter
-    from actors.engine.weights import CheckpointError
-
-    try:
-        return find_drafter(config.model.path, config.model.drafter)
-    except CheckpointError as error:
-        raise ModelNotFoundError(str(error)) from error
-
-
-def _tap_layer_ids(config: ClusterConfig) -> tuple[int, ...]:
-    from actors.engine.drafters.config import DSparkConfig
-    from actors.engine.weights import read_config
-
-    folder = drafter_folder(config)
-    if folder is None:
-        return ()
-    return DSparkConfig.parse(read_config(folder)).target_layer_ids

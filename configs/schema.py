@@ -12,6 +12,8 @@ from configs.machine import multiplies_bfloat16
 from configs.policy import PolicyConfig
 from configs.section import Section
 
+NGRAM_DRAFTER = "ngram"
+
 
 class ModelConfig(Section):
     """The target and its drafter."""
@@ -25,7 +27,8 @@ class ModelConfig(Section):
     )
     drafter: str | None = Field(
         "bundled",
-        description="Drafter checkpoint directory; 'bundled' = drafter/ beside the model; null = no speculation.",
+        description="Drafter checkpoint directory; 'bundled' = drafter/ beside the model; 'ngram' = prompt lookup, "
+        "without a checkpoint; null = no speculation.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16",

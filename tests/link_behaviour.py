@@ -30,7 +30,9 @@ def commit_batch(rank: Endpoint, num_rows: int, num_requests: int = 2) -> Commit
         wants_block=np.array([True] * num_requests),
         first_positions=ones * 2,
         cu_feature_len=np.linspace(0, num_rows, num_requests + 1).astype(np.int32),
+        token_ids=np.arange(num_rows, dtype=np.int32),
         features=np.arange(num_rows * 600, dtype=np.uint16).reshape(num_rows, 600),
+        verify_lens=ones,
         sampling=SamplingBatch.of([SamplingParams(seed=i) for i in range(num_requests)]),
     )
 

@@ -220,12 +220,13 @@ class DraftExchange:
         row_of_token = np.repeat(np.arange(len(rows)), np.diff(plan.cu_query_len))
         offset = np.arange(plan.batch_tokens) - plan.cu_query_len[row_of_token]
         is_kept = offset < num_kept[row_of_token]
+        if features is None:  # a target without taps, for a drafter that only reads tokens
+            features = np.zeros((plan.batch_tokens, 0), np.float32)
         out: list[tuple[Endpoint, Message]] = []
         for state in self._drafters.values():
             mine = (num_kept > 0) & (table.drafter_index[slots] == state.index)
             if not mine.any():
                 continue
-            assert features is not None, "a target that feeds a drafter must tap features"
             chosen = np.flatnonzero(mine)
             own = slots[chosen]
             cu_feature_len = np.zeros(len(chosen) + 1, np.int32)
@@ -240,7 +241,9 @@ class DraftExchange:
                 wants_block=self._ask(own, asked, now),
                 first_positions=plan.context_len[chosen],
                 cu_feature_len=cu_feature_len,
+                token_ids=plan.token_ids[is_kept & mine[row_of_token]],
                 features=features[is_kept & mine[row_of_token]],
+                verify_lens=plan.verify_len[chosen],
                 sampling=table.sampling.rows(own),
             )
             out.append((state.endpoint, batch))

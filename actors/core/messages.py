@@ -129,10 +129,9 @@ class AnticipatingBudgetError(ValueError):
 class CommitBatch:
     """What one step committed for the requests of one drafter, and which of them want a block next.
 
-    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns
-    rows `cu_feature_len[i] : cu_feature_len[i + 1]`, for absolute positions starting at `first_positions[i]`. After
-    this message the draft context of request i covers positions up to `committed_lens[i] - 2`. A request not seen
-    yet is opened; where rows are missing before `first_positions[i]` (a restart), the context simply starts there.
+    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns rows
+    `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`. A
+    request not seen yet is opened; where rows are missing in between (a restart), the context starts anew behind them.
     """
 
     rank: Endpoint
@@ -144,7 +143,9 @@ class CommitBatch:
     wants_block: npt.NDArray[np.bool_]  # [N] False while a long prompt is still being prefilled
     first_positions: Int32  # [N]
     cu_feature_len: Int32  # [N + 1]
+    token_ids: Int32  # [sum] of these rows; behind a request's last one comes its anchor
     features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]; uint16: bits of bfloat16
+    verify_lens: Int32  # [N] draft tokens this step verified
     sampling: SamplingBatch  # N rows
 
 

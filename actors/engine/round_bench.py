@@ -28,13 +28,9 @@ from actors.core.sps import CostCurve
 from actors.core.verify_decision import VerifyDecider
 from actors.engine.base import DrafterEngine
 from actors.engine.checkpoint import find_model
-from actors.engine.drafters.config import DSparkConfig
-from actors.engine.drafters.engine import DrafterOptions
-from actors.engine.drafters.serve import find_drafter
-from actors.engine.drafters.serve import load_engine as load_drafter
+from actors.engine.drafters.serve import configured_engine, configured_taps
 from actors.engine.step_profile import quick_samples
-from actors.engine.target_engine import DTYPES, TorchTargetEngine, load_engine
-from actors.engine.weights import read_config
+from actors.engine.target_engine import TorchTargetEngine, load_engine
 from configs.schema import ClusterConfig
 
 NEW_TOKENS = 96
@@ -195,18 +191,8 @@ def prompt_ids(model_dir: Path, vocab_size: int) -> list[np.ndarray]:
 
 def bench_of(config: ClusterConfig, *, captures: bool) -> Bench:
     """Load both engines and measure the curve. Raises CheckpointError when one of them cannot be loaded."""
-    drafter_dir = find_drafter(config.model.path, config.model.drafter)
     model_dir = find_model(config.model.path)
-    taps: tuple[int, ...] = ()
-    if drafter_dir is not None:
-        taps = DSparkConfig.parse(read_config(drafter_dir)).target_layer_ids
-    target = load_engine(config, taps, captures=captures)
-    drafter = None
-    if drafter_dir is not None:
-        options = DrafterOptions(
-            _DRAFTER.name, config.drafter.gamma, config.drafter.draft_top_k,
-            DTYPES[config.model.dtype], config.model.device, captures,
-        )  # fmt: skip
-        drafter = load_drafter(drafter_dir, model_dir, options)
+    target = load_engine(config, configured_taps(config), captures=captures)
+    drafter = configured_engine(config, _DRAFTER.name, captures=captures)
     times = quick_samples(target, config).curve()
     return Bench(config, target, drafter, times, prompt_ids(model_dir, target.spec.vocab_size))

@@ -11,7 +11,7 @@ import torch
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.core.sampling import SamplingBatch, SamplingParams
 from actors.engine.drafters.engine import DSparkEngine
-from tests.torch_cpu.test_drafter_engine import (
+from tests.torch_cpu.tiny_drafters import (
     Stream,
     commit_batch,
     tiny_config,

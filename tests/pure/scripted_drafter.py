@@ -78,6 +78,8 @@ class ScriptedDrafter:
             if context is None or context.generation != batch.generations[i]:
                 context = self.contexts[request_id] = Context(int(batch.generations[i]), first)
             assert first == context.end, "the features leave a hole or repeat"
+            own = batch.token_ids[batch.cu_feature_len[i] : batch.cu_feature_len[i + 1]]
+            assert own.tolist() == rows[:, 1].tolist(), "tokens and features of different rows"
             context.tokens += [int(token) for token in rows[:, 1]]
             assert context.end == batch.committed_lens[i] - 1, "the context must end at the anchor"
             if batch.wants_block[i]:

@@ -65,7 +65,17 @@ def test_version_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_of_every_command_works(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "stop", "status", "chat", "demo", "bench", "config", "version"):
+    for command in (
+        "serve",
+        "stop",
+        "status",
+        "chat",
+        "demo",
+        "bench",
+        "export",
+        "config",
+        "version",
+    ):
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])
         assert ended.value.code == 0

@@ -29,7 +29,9 @@ def commit(rank: Endpoint, step: int, **rows: tuple[int, int, bool]) -> CommitBa
         wants_block=np.array([w for _, _, w in rows.values()], bool),
         first_positions=first,
         cu_feature_len=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        token_ids=np.array([100 * p + step for p, step in features], np.int32),
         features=np.array(features, np.float32).reshape(-1, 2),
+        verify_lens=lengths - 1,
         sampling=SamplingBatch.of([SamplingParams(noise_key=step) for _ in rows]),
     )
 
@@ -43,6 +45,9 @@ def entries(batches: list[CommitBatch]) -> list[tuple[Any, ...]]:
             rows = batch.features[batch.cu_feature_len[i] : batch.cu_feature_len[i + 1]]
             first = int(batch.first_positions[i])
             assert list(rows[:, 0]) == list(range(first, first + len(rows)))
+            own = batch.token_ids[batch.cu_feature_len[i] : batch.cu_feature_len[i + 1]]
+            assert own.tolist() == (100 * rows[:, 0] + rows[:, 1]).tolist()
+            assert batch.verify_lens[i] == len(rows) - 1
             assert batch.committed_lens[i] == first + len(rows) + 1
             key = int(batch.sampling.noise_key[i])
             found.append(

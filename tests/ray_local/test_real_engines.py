@@ -26,12 +26,12 @@ counter = itertools.count()
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from actors.engine.drafters.checkpoint import save_dspark
+    from actors.engine.drafters.checkpoint import save_drafter
     from tests.torch_cpu.rank_engines import real_drafter_model, write_tiny_llama
 
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_llama(folder)
-    save_dspark(real_drafter_model(GAMMA), folder / "drafter")
+    save_drafter(real_drafter_model(GAMMA), folder / "drafter")
     return folder
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
-from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
+from actors.engine.drafters.engine import DSparkEngine
+from actors.engine.drafters.protocol import DrafterOptions
 from tests.pure.scripted_drafter import DRAFTER
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 96, 32, 3, 4, 2, 64

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.engine.drafters.checkpoint import load_dspark, save_dspark
-from actors.engine.drafters.config import DSparkConfig
+from actors.engine.drafters.checkpoint import load_drafter, save_drafter
+from actors.engine.drafters.config import DSparkConfig, parse_config
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.serve import read_temperatures
 from actors.engine.weights import CheckpointError
@@ -85,7 +85,7 @@ def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Pat
 
 def load(path: Path) -> DSparkModel:
     table = torch.zeros(96, 32)
-    return load_dspark(path, table, table)
+    return load_drafter(path, table, table)
 
 
 def test_a_deepspec_checkpoint_loads_with_its_own_tables(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
 )
 def test_a_bad_config_field_is_named(field: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=field):
-        DSparkConfig.parse({**DEEPSPEC, field: value})
+        parse_config({**DEEPSPEC, field: value})
 
 
 def reduced_model() -> DSparkModel:
@@ -151,10 +151,10 @@ def reduced_model() -> DSparkModel:
 
 def test_a_reduced_tied_drafter_survives_saving(tmp_path: Path) -> None:
     model = reduced_model()
-    save_dspark(model, tmp_path, {"num_target_layers": 9})
+    save_drafter(model, tmp_path, {"num_target_layers": 9})
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     head = torch.randn(96, 32)
-    loaded = load_dspark(tmp_path, model.embed, head)
+    loaded = load_drafter(tmp_path, model.embed, head)
     assert loaded.config == model.config
     torch.testing.assert_close(loaded.draft_ids, model.draft_ids)
     torch.testing.assert_close(loaded.head, head[model.draft_ids])
@@ -165,16 +165,16 @@ def test_a_reduced_tied_drafter_survives_saving(tmp_path: Path) -> None:
 def test_a_map_that_repeats_a_token_is_refused(tmp_path: Path) -> None:
     model = reduced_model()
     model.draft_ids[1] = model.draft_ids[0]
-    save_dspark(model, tmp_path)
+    save_drafter(model, tmp_path)
     with pytest.raises(CheckpointError, match="'d2t'"):
         load(tmp_path)
 
 
 def test_a_drafter_for_another_target_is_refused(tmp_path: Path) -> None:
-    save_dspark(reduced_model(), tmp_path)
+    save_drafter(reduced_model(), tmp_path)
     table = torch.zeros(96, 64)
     with pytest.raises(CheckpointError, match="embedding is"):
-        load_dspark(tmp_path, table, table)
+        load_drafter(tmp_path, table, table)
 
 
 def test_temperatures_are_checked(tmp_path: Path) -> None:

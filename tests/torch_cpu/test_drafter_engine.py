@@ -10,97 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.core.messages import CommitBatch, Endpoint, ProposalBatch
-from actors.core.sampling import SamplingBatch, SamplingParams
-from actors.engine.drafters.config import DSparkConfig
+from actors.core.messages import ProposalBatch
+from actors.core.sampling import SamplingParams
 from actors.engine.drafters.dspark import DSparkModel
-from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
 from actors.engine.drafters.packed_backbone import PaddedContext
 from actors.engine.weights import CheckpointError
-
-GREEDY = SamplingParams(temperature=0.0)
-RANK = Endpoint("rank-0", "target", "inproc://rank-0", "", "e")
-
-
-def tiny_config(**changes: Any) -> DSparkConfig:
-    config = DSparkConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_hidden_layers=2,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        max_position_embeddings=2048,
-        vocab_size=96,
-        draft_vocab_size=64,
-        block_size=5,
-        mask_token_id=3,
-        target_layer_ids=(0, 2),
-        markov_rank=6,
-        markov_head_type="vanilla",
-        enable_confidence_head=True,
-        confidence_head_with_markov=True,
-        qk_norm=False,
-        tied_to_target=True,
-    )
-    return replace(config, **changes)
-
-
-def tiny_model(config: DSparkConfig) -> DSparkModel:
-    torch.manual_seed(0)
-    embed = torch.randn(config.vocab_size, config.hidden_size)
-    ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
-    if not config.reduced:
-        ids = torch.arange(config.vocab_size)
-    model = DSparkModel(config, embed, torch.randn_like(embed), ids)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def tiny_engine(model: DSparkModel, **changes: Any) -> DSparkEngine:
-    options = replace(DrafterOptions("tiny", dtype=torch.float32, draft_top_k=8), **changes)
-    ones = torch.ones(model.config.block_size)
-    return DSparkEngine(model, ones, options, "test")
-
-
-class Stream:
-    """A request as the target sees it: every token with its features, and how far it has sent them."""
-
-    def __init__(self, name: str, length: int, config: DSparkConfig, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.name = name
-        self.ids = torch.randint(0, config.vocab_size, (length,), generator=generator)
-        self.features = torch.randn((length, config.feature_dim), generator=generator)
-
-    def commit(self, first: int, committed: int) -> tuple[str, int, int, Tensor, int]:
-        rows = self.features[first : committed - 1]
-        return self.name, committed, first, rows, int(self.ids[committed - 1])
-
-
-def commit_batch(
-    entries: list[tuple[str, int, int, Tensor, int]],
-    wants: bool = True,
-    params: SamplingParams = GREEDY,
-    generation: int = 0,
-) -> CommitBatch:
-    counts = [len(rows) for *_, rows, _ in entries]
-    number = len(entries)
-    return CommitBatch(
-        rank=RANK,
-        step=0,
-        request_ids=tuple(e[0] for e in entries),
-        generations=np.full(number, generation, np.int32),
-        committed_lens=np.array([e[1] for e in entries], np.int32),
-        anchor_token_ids=np.array([e[4] for e in entries], np.int32),
-        wants_block=np.full(number, wants),
-        first_positions=np.array([e[2] for e in entries], np.int32),
-        cu_feature_len=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        features=torch.cat([e[3] for e in entries]).numpy(),
-        sampling=SamplingBatch.of([params] * number),
-    )
+from tests.torch_cpu.tiny_drafters import Stream, commit_batch, tiny_config, tiny_engine, tiny_model
 
 
 def expected_block(model: DSparkModel, stream: Stream, committed: int) -> tuple[list[int], Tensor]:
@@ -279,8 +194,9 @@ def test_an_entry_whose_features_are_incomplete_gets_no_block() -> None:
     model = tiny_model(tiny_config())
     engine = tiny_engine(model)
     stream = Stream("a", 40, model.config)
-    name, committed, first, rows, anchor = stream.commit(0, 12)
-    assert engine.advance(commit_batch([(name, committed, first, rows[:-3], anchor)])) is None
+    entry = stream.commit(0, 12)
+    cut = entry._replace(rows=entry.rows[:-3], ids=entry.ids[:-3])
+    assert engine.advance(commit_batch([cut])) is None
     check(engine.advance(commit_batch([stream.commit(8, 14)])), model, {"a": stream})
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from actors.engine.drafters.config import DSparkConfig
-from actors.engine.drafters.dspark import DSparkModel, strict_context_mask
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.layers import strict_context_mask
 
 
 def model(num_layers: int = 2) -> DSparkModel:

@@ -18,7 +18,8 @@ from actors.engine.drafters.engine import DSparkEngine
 from actors.engine.graphs import Recorded
 from tests.torch_cpu.graph_tape import TapeRecorder
 from tests.torch_cpu.mutation import mutant
-from tests.torch_cpu.test_drafter_engine import (
+from tests.torch_cpu.tiny_drafters import (
+    DFLASH,
     Stream,
     commit_batch,
     tiny_config,
@@ -102,7 +103,15 @@ def same(found: ProposalBatch, wanted: ProposalBatch) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": True}, {"draft_vocab_size": 96}, {"enable_confidence_head": False}],
+    [
+        {},
+        {"qk_norm": True},
+        {"draft_vocab_size": 96},
+        {"enable_confidence_head": False},
+        {"markov_head_type": "gated"},
+        {"markov_head_type": "rnn"},
+        DFLASH,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("params", [(GREEDY,), MIXED], ids=["greedy", "mixed"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
@@ -23,42 +22,9 @@ from actors.engine.training.evaluate import (
 )
 from actors.engine.training.loop import Trainer, TrainingOptions, plot_log
 from actors.engine.training.losses import LossWeights
+from tests.torch_cpu.training_shards import VOCAB, WIDTH, shards
 
-VOCAB, WIDTH, TAPS, GAMMA = 40, 16, 2, 4
-
-
-def shards(root: Path, num_records: int = 6) -> Path:
-    """Two shards of records whose text repeats a fixed cycle, so that there is something to learn."""
-    rng = torch.Generator().manual_seed(0)
-    root.mkdir()
-    table = torch.randn((VOCAB, TAPS, WIDTH), generator=rng)
-    for shard in range(2):
-        metas, parts = [], []
-        for i in range(num_records):
-            length, prompt = 20 + 3 * i, 4 + i
-            ids = (torch.arange(length) * 7 + i) % VOCAB
-            rows = length - 1
-            metas.append(
-                {
-                    "record_id": f"{shard}-{i}",
-                    "domain": ("code", "math")[i % 2],
-                    "temperature": 0.0,
-                    "prompt_len": prompt,
-                    "length": length,
-                }
-            )
-            parts.append(
-                {
-                    "ids": ids.int(),
-                    "taps": table[ids[:rows]].bfloat16(),
-                    "hidden": torch.randn((rows, WIDTH), generator=rng).bfloat16(),
-                    "lse": torch.full((rows,), 8.0),
-                }
-            )
-        tensors = {n: torch.cat([p[n] for p in parts]) for n in parts[0]}
-        save_file(tensors, root / f"shard-0-{shard:05d}.safetensors")
-        (root / f"shard-0-{shard:05d}.json").write_text(json.dumps(metas))
-    return root
+GAMMA = 4
 
 
 def tiny_model() -> DSparkModel:

@@ -7,15 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from actors.engine.drafters.heads import draft_left_to_right
+from actors.engine.drafters.model import peak
 from actors.engine.drafters.packed_backbone import Attend, PackedBackbone
-from kernels.markov_sample import DraftSampling, sample_block
+from kernels.markov_sample import BlockSample, DraftSampling, sample_block
+from kernels.slot_sample import SlotSampler
 
 
 class DraftedBlock(NamedTuple):
     """What is proposed for N requests, on the drafter's device."""
 
     draft_token_ids: Tensor  # [N, gamma] int64
-    confidences: Tensor  # [N, gamma] float32, calibrated
+    confidences: Tensor  # [N, gamma] float32, calibrated; without a head: the peak of each slot's base distribution
     q_ids: Tensor  # [N, gamma, draft_top_k] int64, -1 pads
     q_probs: Tensor  # [N, gamma, draft_top_k] float32
 
@@ -25,7 +28,7 @@ class DraftedBlock(NamedTuple):
 
 
 class BlockDrafter:
-    """Backbone, Markov loop and confidence head (paper Eq. 2-8), in one call.
+    """Backbone, sequential head and confidence head (paper Eq. 2-8), in one call.
 
     Args:
         gamma: slots kept of each block.
@@ -45,18 +48,26 @@ class BlockDrafter:
         """Draft for anchor_ids at absolute positions anchors, both [N]."""
         model = self.model
         hidden = model.block(anchor_ids, anchors, attend)[:, : self.gamma]
-        block = sample_block(
-            model.head(hidden),
-            model.markov,
-            anchor_ids,
-            anchors,
-            sampling,
-            self.draft_top_k,
-            model.draft_ids,
-        )
+        base = model.head(hidden)
+        block = self._sample(base, hidden, anchor_ids, anchors, sampling)
         logits = model.confidence_logits(hidden, block.markov_embeddings)
-        if logits is None:  # no head: nothing is known, so nothing is trimmed for it
-            confidences = torch.ones(hidden.shape[:2], device=hidden.device)
-        else:
-            confidences = torch.sigmoid(logits / self.temperatures)
+        confidences = peak(base) if logits is None else torch.sigmoid(logits / self.temperatures)
         return DraftedBlock(block.draft_token_ids, confidences, block.q_ids, block.q_probs)
+
+    def _sample(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchor_ids: Tensor,
+        anchors: Tensor,
+        sampling: DraftSampling,
+    ) -> BlockSample:
+        """Draw the blocks from base logits [N, g, V'] and hidden [N, g, d]."""
+        model, top_k = self.model, self.draft_top_k
+        if model.sequential is None:
+            return sample_block(
+                base, model.markov, anchor_ids, anchors, sampling, top_k, model.draft_ids
+            )
+        slots = SlotSampler(anchors, sampling, self.gamma, top_k, model.draft_ids)
+        seen = draft_left_to_right(model.sequential, base, hidden, anchor_ids, slots.draw)
+        return slots.block()._replace(markov_embeddings=seen)

@@ -1,9 +1,9 @@
-"""Reading and writing DSpark drafters: DeepSpec's tensor names (spec 1.12), checked one by one."""
+"""Reading and writing drafters: DeepSpec's tensor names (spec 1.12), checked one by one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,68 +11,107 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.engine.drafters.config import DSparkConfig
+from actors.engine.drafters import speculators
+from actors.engine.drafters.config import DrafterConfig, parse_config
 from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.eagle3 import Eagle3Model
+from actors.engine.drafters.model import DraftModel
+from actors.engine.drafters.mtp import MtpModel
 from actors.engine.weights import Checkpoint, CheckpointError, check_names, read_config
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 # Offset of each draft id to its target id: target = draft + d2t[draft] (spec 1.13).
 MAP = "d2t"
 
+_MODELS: dict[str, Callable[..., DraftModel]] = {
+    "dspark": DSparkModel,
+    "dflash": DSparkModel,
+    "eagle3": Eagle3Model,
+    "mtp": MtpModel,
+}
 
-def load_dspark(drafter_dir: Path, target_embed: Tensor, target_head: Tensor) -> DSparkModel:
+
+def build(config: DrafterConfig, embed: Tensor, head: Tensor, draft_ids: Tensor) -> DraftModel:
+    """Return an untrained model of the kind that `config` is; see `DraftModel` for the tables."""
+    return _MODELS[config.kind](config, embed, head, draft_ids)
+
+
+def read_drafter_config(drafter_dir: Path) -> DrafterConfig:
+    """Return what a drafter directory declares, in whichever format it is written."""
+    raw = read_config(drafter_dir)
+    return speculators.parse(raw) if speculators.is_speculators(raw) else parse_config(raw)
+
+
+def load_drafter(drafter_dir: Path, target_embed: Tensor, target_head: Tensor) -> DraftModel:
     """Load a drafter directory onto the target's embed [V, d] and output head [V, d].
 
-    A full DeepSpec checkpoint brings its own copies of both and uses those. Parameters are fp32 in
-    memory. Raises CheckpointError naming any field, or any missing, extra or misshapen tensor.
+    This project's directories, DeepSpec's and speculators' load. A DeepSpec checkpoint brings its own copies of the
+    target's tables and uses those. Parameters are fp32 in memory. Raises CheckpointError naming any field, or any
+    missing, extra or misshapen tensor.
     """
-    config = DSparkConfig.parse(read_config(drafter_dir))
+    config = read_drafter_config(drafter_dir)
     checkpoint = Checkpoint(drafter_dir)
+    foreign = speculators.is_speculators(read_config(drafter_dir))
     own = set() if config.tied_to_target else {EMBED, HEAD}
     mapping = {MAP} if config.reduced else set()
+    optional = {EMBED, HEAD, "t2d"} - own
+    if foreign:
+        own, optional = speculators.tables(config)
     full = (config.vocab_size, config.hidden_size)
     if config.tied_to_target:
-        embed, head = target_embed, target_head
-        for name, tensor in (("embedding", embed), ("output head", head)):
-            if tuple(tensor.shape) != full:
-                raise CheckpointError(
-                    f"the target's {name} is {list(tensor.shape)}, this drafter needs {list(full)}; "
-                    "serve it with the target it was trained for"
-                )
+        _check_tables(target_embed, target_head, full)
     with torch.device("meta"):
         shapes = _parameter_shapes(config)
-    check_names(checkpoint, set(shapes) | own | mapping, optional={EMBED, HEAD, "t2d"} - own)
+    check_names(checkpoint, set(shapes) | own | mapping, optional=optional)
     state = {n: checkpoint.take(n, shape, torch.float32) for n, shape in shapes.items()}
+    embed, head = target_embed, target_head
     if not config.tied_to_target:
         embed = checkpoint.take(EMBED, full, target_embed.dtype)
         head = checkpoint.take(HEAD, full, target_head.dtype)
-    model = DSparkModel(config, embed, head, _draft_ids(checkpoint, config))
+    model = build(config, embed, head, _draft_ids(checkpoint, config))
     model.load_state_dict(state)
+    if foreign and HEAD in checkpoint:
+        rows = (config.draft_vocab_size, config.hidden_size)
+        model.head = checkpoint.take(HEAD, rows, target_head.dtype)
     return model
 
 
-def save_dspark(
-    model: DSparkModel, drafter_dir: Path, extra: Mapping[str, Any] | None = None
+def save_drafter(
+    model: DraftModel, drafter_dir: Path, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write `config.json` (plus `extra` fields) and bf16 `model.safetensors`, without tied tensors."""
     drafter_dir.mkdir(parents=True, exist_ok=True)
     tensors = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in model.state_dict().items()}
     if model.config.reduced:
         tensors[MAP] = model.draft_ids - torch.arange(model.config.draft_vocab_size)
+    write(drafter_dir, {**model.config.to_json(), **(extra or {})}, tensors)
+
+
+def write(drafter_dir: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write the two files of a drafter directory, which must exist."""
     save_file(tensors, drafter_dir / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_json(), **(extra or {})}
-    (drafter_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(config, indent=2) + "\n"
+    (drafter_dir / "config.json").write_text(text, encoding="utf-8")
 
 
-def _parameter_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+def _check_tables(embed: Tensor, head: Tensor, full: tuple[int, int]) -> None:
+    for name, tensor in (("embedding", embed), ("output head", head)):
+        if tuple(tensor.shape) != full:
+            raise CheckpointError(
+                f"the target's {name} is {list(tensor.shape)}, this drafter needs {list(full)}; "
+                "serve it with the target it was trained for"
+            )
+
+
+def _parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every learned tensor of a drafter with this config."""
     empty = torch.empty((config.vocab_size, config.hidden_size), device="meta")
     ids = torch.empty(config.draft_vocab_size, dtype=torch.long, device="meta")
-    model = DSparkModel(config, empty, empty, ids)
+    model = build(config, empty, empty, ids)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _draft_ids(checkpoint: Checkpoint, config: DSparkConfig) -> Tensor:
+def _draft_ids(checkpoint: Checkpoint, config: DrafterConfig) -> Tensor:
     """Return the target id of each draft id; the identity for a full-vocabulary drafter."""
     own = torch.arange(config.draft_vocab_size)
     if not config.reduced:

@@ -1,4 +1,4 @@
-"""The DSpark drafter as a module: parallel backbone, Markov head, confidence head (spec 1.2 to 1.9).
+"""The DSpark drafter as a module: parallel backbone, sequential head, confidence head (spec 1.2 to 1.9).
 
 This form computes many blocks of a sequence at once, teacher forced; training and held-out
 measurement use it, and it is the reference for the serving engine beside it.
@@ -11,41 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actors.engine.drafters.config import DSparkConfig
-from actors.engine.rotary import rotary_tables, rotate
+from actors.engine.drafters.heads import HEADS, ConfidenceHead, MarkovHead, draft_left_to_right
+from actors.engine.drafters.layers import MLP, Projections, RMSNorm, strict_context_mask
+from actors.engine.drafters.model import BlockInputs, DraftModel, GreedyBlocks, peak
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
+class Attention(Projections):
     """Block queries over strict-prefix context keys and their own block, both directions."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        d, hd = config.hidden_size, config.head_dim
-        self.kv_heads, self.head_dim = config.num_key_value_heads, hd
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(d, config.num_attention_heads * hd, bias=False)
-        self.k_proj = nn.Linear(d, self.kv_heads * hd, bias=False)
-        self.v_proj = nn.Linear(d, self.kv_heads * hd, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * hd, d, bias=False)
-        self.q_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, [..., kv_heads, head_dim], of x [..., d]."""
-        shape = (*x.shape[:-1], self.kv_heads, self.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin)
-        return keys, self.v_proj(x).view(shape)
 
     def forward(
         self, x: Tensor, context: Tensor, tables: BlockTables, context_mask: Tensor
@@ -53,7 +25,7 @@ class Attention(nn.Module):
         """x [B, N, g, d], already normalised; context [B, S, d]; mask [B, N, S], additive."""
         b, n, g, _ = x.shape
         kv, group, hd = self.kv_heads, self.group, self.head_dim
-        q = rotate(self.q_norm(self.q_proj(x).view(b, n, g, -1, hd)), tables.cos, tables.sin)
+        q = self.queries(x, tables.cos, tables.sin)
         q = q.view(b, n, g, kv, group, hd).permute(0, 3, 1, 4, 2, 5)  # [B, kv, N, group, g, hd]
         own_k, own_v = self.keys_values(x, tables.cos, tables.sin)
         ctx_k, ctx_v = self.keys_values(context, tables.context_cos, tables.context_sin)
@@ -69,21 +41,6 @@ class Attention(nn.Module):
         mixed = mixed.view(b, kv, n, group * g, hd) + weights[..., span:] @ own_v
         mixed = mixed.view(b, kv, n, group, g, hd).permute(0, 2, 4, 1, 3, 5)
         out: Tensor = self.o_proj(mixed.reshape(b, n, g, -1))
-        return out
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, f, bias=False)
-        self.up_proj = nn.Linear(d, f, bias=False)
-        self.down_proj = nn.Linear(f, d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -115,50 +72,24 @@ class BlockTables:
         self.context_cos, self.context_sin = cos[:span, None], sin[:span, None]
 
 
-class MarkovHead(nn.Module):
-    """Low-rank bigram bias W2 . W1[previous token]; W1 over target ids, W2 over draft ids."""
+class DSparkModel(DraftModel):
+    """Parameters carry DeepSpec's names (spec 1.12); without `markov_head` this is DFlash."""
 
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """One logit a slot from [hidden; W1[previous token]]: will the target accept this draft?"""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.confidence_dim, 1)
-
-
-class DSparkModel(nn.Module):
-    """Parameters carry DeepSpec's names (spec 1.12); embed and head are frozen buffers."""
-
-    embed: Tensor
-    head: Tensor
-    draft_ids: Tensor
-    cos: Tensor
-    sin: Tensor
+    config: DSparkConfig
 
     def __init__(
         self, config: DSparkConfig, embed: Tensor, head: Tensor, draft_ids: Tensor
     ) -> None:
-        """Take the target's embed [V, d] and output head [V, d]; `draft_ids` [Vd] are target ids."""
-        super().__init__()
-        self.config = config
+        """See `DraftModel`."""
+        super().__init__(config, embed, head, draft_ids)
         self.fc = nn.Linear(config.feature_dim, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = HEADS[config.markov_head_type](config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.register_buffer("embed", embed, persistent=False)
-        self.register_buffer("head", head[draft_ids].contiguous(), persistent=False)
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
-        cos, sin = rotary_tables(config.head_dim, config.rope_theta, config.max_position_embeddings)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
 
     def block_ids(self, anchor_ids: Tensor) -> Tensor:
         """Return [..., gamma]: the anchor in slot 0, the mask token elsewhere."""
@@ -188,6 +119,30 @@ class DSparkModel(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
+    def slots(self, inputs: BlockInputs, previous: Tensor) -> Tensor:
+        """See `DraftModel`; the backbone is parallel, so nothing depends on `previous`."""
+        del previous
+        return self.backbone(inputs.features, inputs.anchors, inputs.anchor_ids)
+
+    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
+        """See `DraftModel`."""
+        hidden = self.backbone(inputs.features, inputs.anchors, inputs.anchor_ids)
+        base = self.base_logits(hidden)
+        if self.markov_head is None:
+            ids = self.draft_ids[base.argmax(-1)]
+            return GreedyBlocks(ids, self.confidence_logits(hidden, None), peak(base))
+        drafted: list[Tensor] = []
+        peaks: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            drafted.append(self.draft_ids[logits.argmax(-1)])
+            peaks.append(peak(logits))
+            return drafted[-1]
+
+        rows = draft_left_to_right(self.markov_head, base, hidden, inputs.anchor_ids, choose)
+        ids, certain = torch.stack(drafted, -1), torch.stack(peaks, -1)
+        return GreedyBlocks(ids, self.confidence_logits(hidden, rows), certain)
+
     def markov_embedding(self, previous_ids: Tensor) -> Tensor | None:
         """Return W1 rows [..., r] of the tokens before each slot's prediction; None without the head."""
         if self.markov_head is None:
@@ -195,28 +150,34 @@ class DSparkModel(nn.Module):
         rows: Tensor = self.markov_head.markov_w1(previous_ids)
         return rows
 
-    def logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
-        """Return corrected fp32 logits [..., Vd] of hidden [..., d] given the previous tokens."""
-        base = F.linear(hidden, self.head.to(hidden.dtype)).float()
-        rows = self.markov_embedding(previous_ids)
-        if rows is None or self.markov_head is None:
-            return base
-        bias: Tensor = self.markov_head.markov_w2(rows.to(hidden.dtype))
-        return base + bias.float()
+    def codes(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DraftModel`; hidden [..., gamma, d], previous [..., gamma], whole blocks."""
+        rows = self.markov_embedding(previous)
+        if self.markov_head is None or rows is None:
+            return super().codes(hidden, previous)
+        return self.markov_head.codes(rows, hidden), self.markov_head.markov_w2.weight
 
-    def confidence_logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+        """Return corrected fp32 logits [..., gamma, Vd] of whole blocks, teacher forced."""
+        codes, w2 = self.codes(hidden, previous_ids)
+        base = self.base_logits(hidden)
+        if not codes.shape[-1]:
+            return base
+        return base + F.linear(codes.to(hidden.dtype), w2.to(hidden.dtype)).float()
+
+    def slot_confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """See `DraftModel`."""
+        return self.confidence_logits(hidden, self.markov_embedding(previous))
+
+    def confidence_logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor | None:
         """Return fp32 logits [...] of conditional acceptance; `rows` are W1 rows [..., r]."""
-        assert self.confidence_head is not None
+        if self.confidence_head is None:
+            return None
+        hidden = hidden.float()
         if self.config.confidence_head_with_markov:
             assert rows is not None
-            hidden = torch.cat((hidden.float(), rows.float()), dim=-1)
+            hidden = torch.cat((hidden, rows.float()), dim=-1)
         proj = self.confidence_head.proj
         with torch.autocast(hidden.device.type, enabled=False):
-            out = F.linear(hidden.float(), proj.weight.float(), proj.bias.float())
+            out = F.linear(hidden, proj.weight.float(), proj.bias.float())
         return out.squeeze(-1)
-
-
-def strict_context_mask(anchors: Tensor, span: int) -> Tensor:
-    """Return additive fp32 [B, N, span]: 0 where position < anchor, -inf elsewhere (spec 1.5)."""
-    visible = torch.arange(span, device=anchors.device) < anchors[..., None]
-    return torch.zeros(visible.shape, device=anchors.device).masked_fill(~visible, float("-inf"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from actors.engine.drafters.dspark import DSparkModel, Layer
+from actors.engine.drafters.heads import MarkovHead as SequentialHead
 from actors.engine.packed_linear import Linear
 from actors.engine.rotary import rotary_tables, rotate
 from kernels.markov_sample import MarkovHead
@@ -51,9 +53,12 @@ class PackedBackbone:
         self._cos, self._sin = weight(model.cos), weight(model.sin)
         self.num_moves = 0  # of the rotary tables: what was captured with the old ones is void
         self.markov: MarkovHead | None = None
-        if model.markov_head is not None:
+        self.sequential: SequentialHead | None = None  # a head whose code needs the slot's hidden
+        if type(model.markov_head) is SequentialHead:
             head = model.markov_head
             self.markov = MarkovHead(weight(head.markov_w1.weight), weight(head.markov_w2.weight))
+        elif model.markov_head is not None:
+            self.sequential = deepcopy(model.markov_head).to(device, dtype)
         self._confidence: tuple[Tensor, Tensor] | None = None
         if model.confidence_head is not None:
             proj = model.confidence_head.proj

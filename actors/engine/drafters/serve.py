@@ -9,21 +9,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from actors.engine.base import DrafterEngine
 from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
-from actors.engine.drafters.checkpoint import load_dspark
-from actors.engine.drafters.engine import DrafterOptions, DSparkEngine
+from actors.engine.drafters.checkpoint import load_drafter, read_drafter_config
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.engine import DSparkEngine
+from actors.engine.drafters.model import DraftModel
+from actors.engine.drafters.ngram import NgramEngine
+from actors.engine.drafters.pair_engine import PairEngine
+from actors.engine.drafters.pairs import PairModel
+from actors.engine.drafters.protocol import DrafterOptions
+from actors.engine.target_engine import DTYPES
 from actors.engine.weights import CheckpointError, embedding_tables
 from configs.recipe import read_recipe
+from configs.schema import NGRAM_DRAFTER, ClusterConfig
 
 CALIBRATION_FILE = "calibration.json"
 
 
 def find_drafter(model_path: str, drafter: str | None) -> Path | None:
-    """The directory of the drafter called `drafter` (a path, or "bundled" for the model's own); None for None.
+    """The directory of the drafter called `drafter` (a path, or "bundled" for the model's own); None without one.
 
     Raises CheckpointError when it is not there.
     """
-    if drafter is None:
+    if drafter is None or drafter == NGRAM_DRAFTER:
         return None
     folders = [Path(drafter).expanduser()]
     if drafter == "bundled":
@@ -41,16 +50,56 @@ def find_drafter(model_path: str, drafter: str | None) -> Path | None:
     )
 
 
-def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) -> DSparkEngine:
-    """Load a DSpark drafter for the target whose Hugging Face directory is `target_dir`.
+def configured_taps(config: ClusterConfig) -> tuple[int, ...]:
+    """Return the target layers whose outputs the configured drafter reads; () without one.
+
+    Raises CheckpointError when it is not there.
+    """
+    folder = find_drafter(config.model.path, config.model.drafter)
+    return () if folder is None else read_drafter_config(folder).target_layer_ids
+
+
+def configured_engine(
+    config: ClusterConfig, name: str, *, captures: bool = True
+) -> DrafterEngine | None:
+    """The configured drafter, cut to the configured block; None without one.
+
+    `name` goes into its proposals. Raises CheckpointError for anything that is not there or does not fit.
+    """
+    gamma, draft_top_k = config.drafter.gamma, config.drafter.draft_top_k
+    if config.model.drafter == NGRAM_DRAFTER:
+        return NgramEngine(name, gamma, draft_top_k)
+    folder = find_drafter(config.model.path, config.model.drafter)
+    if folder is None:
+        return None
+    dtype, device = DTYPES[config.model.dtype], config.model.device
+    options = DrafterOptions(name, gamma, draft_top_k, dtype, device, captures)
+    return load_engine(folder, find_model(config.model.path, progress=False), options)
+
+
+def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) -> DrafterEngine:
+    """Load a drafter for the target whose Hugging Face directory is `target_dir`.
 
     The target's embedding and output head are read from there when the drafter is tied to them.
     Raises CheckpointError for anything that does not fit.
     """
     embed, head = embedding_tables(target_dir, options.dtype)
-    model = load_dspark(drafter_dir, embed, head)
+    model = load_drafter(drafter_dir, embed, head)
     temperatures = read_temperatures(drafter_dir, model.config.block_size)
-    return DSparkEngine(model, temperatures, options, identity(drafter_dir, options))
+    return engine_for(model, temperatures, options, identity(drafter_dir, options))
+
+
+def engine_for(
+    model: DraftModel, temperatures: Tensor, options: DrafterOptions, identity: str
+) -> DrafterEngine:
+    """Return the serving engine of a loaded model.
+
+    `temperatures` [block_size] divide confidence logits; a drafter without a confidence head has no use for them.
+    """
+    if isinstance(model, DSparkModel):
+        return DSparkEngine(model, temperatures, options, identity)
+    assert isinstance(model, PairModel)
+    return PairEngine(model, options, identity)
 
 
 def read_temperatures(drafter_dir: Path, block_size: int) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from actors.engine.drafters.model import BlockInputs
+
 
 @dataclass(frozen=True)
 class Record:
@@ -36,7 +38,8 @@ class Record:
 class Batch:
     """B sequences with N anchors each; slots beyond the text and padded anchors weigh nothing."""
 
-    features: Tensor  # [B, S, taps * d]
+    features: Tensor  # [B, S, feature_dim]
+    next_ids: Tensor  # [B, S] the token after each position
     anchors: Tensor  # [B, N] positions
     anchor_ids: Tensor  # [B, N]
     labels: Tensor  # [B, N, gamma] target ids
@@ -45,13 +48,24 @@ class Batch:
     teacher_lse: Tensor  # [B, N, gamma]
     valid: Tensor  # [B, N, gamma] bool
 
+    def inputs(self, dtype: torch.dtype | None = None) -> BlockInputs:
+        """What the drafter sees; its features in `dtype`."""
+        features = self.features if dtype is None else self.features.to(dtype)
+        return BlockInputs(features, self.next_ids, self.anchors, self.anchor_ids)
+
 
 class OnPolicyDataset:
-    """The records of a folder of shards, read lazily; `shards` fixes the snapshot."""
+    """The records of a folder of shards, read lazily; `shards` fixes the snapshot.
 
-    def __init__(self, root: Path, shards: list[str] | None = None) -> None:
+    Features are the taps, or with `final_norm` [d], the weight of the target's final norm, the output of the target's
+    last layer up to its scale (see `actors.engine.drafters.mtp`), which shards hold only normed.
+    """
+
+    def __init__(
+        self, root: Path, shards: list[str] | None = None, final_norm: Tensor | None = None
+    ) -> None:
         """Index complete shards; FileNotFoundError when there is none."""
-        self.root = root
+        self.root, self.final_norm = root, final_norm
         self.shards = shards or sorted(p.stem for p in root.glob("shard-*.json"))
         if not self.shards:
             raise FileNotFoundError(f"no shards in {root}; generate on-policy text first")
@@ -95,6 +109,13 @@ class OnPolicyDataset:
         parts = {name: shard.get_slice(name)[rows] for name in ("taps", "hidden", "lse")}
         return {"ids": ids.long(), **parts}
 
+    def features(self, parts: dict[str, Tensor]) -> Tensor:
+        """Return [n - 1, feature_dim] for what `read` gave."""
+        if self.final_norm is None:
+            return parts["taps"].flatten(1)
+        hidden = parts["hidden"]
+        return (hidden.float() / self.final_norm.float()).to(hidden.dtype)
+
     def token_counts(self, vocab_size: int, prompt_weight: float = 0.25) -> Tensor:
         """Return how often each id occurs, [vocab_size]; prompt tokens count `prompt_weight`."""
         counts = torch.zeros(vocab_size)
@@ -128,13 +149,14 @@ class OnPolicyDataset:
     ) -> Batch:
         """Collate drawn records and anchors, padded to the longest of each."""
         loaded = [(self.read(record), torch.from_numpy(where)) for record, where in drawn]
+        features = [self.features(parts) for parts, _ in loaded]
         count = max(len(where) for _, where in loaded)
         span = max(int(where.max()) for _, where in loaded)
         width = loaded[0][0]["hidden"].shape[-1]
-        taps = loaded[0][0]["taps"].shape[1]
         b = len(loaded)
         out = Batch(
-            features=torch.zeros((b, span, taps * width), dtype=loaded[0][0]["taps"].dtype),
+            features=torch.zeros((b, span, features[0].shape[-1]), dtype=features[0].dtype),
+            next_ids=torch.zeros((b, span), dtype=torch.long),
             anchors=torch.zeros((b, count), dtype=torch.long),
             anchor_ids=torch.zeros((b, count), dtype=torch.long),
             labels=torch.zeros((b, count, gamma), dtype=torch.long),
@@ -147,6 +169,8 @@ class OnPolicyDataset:
         )
         for i, (parts, where) in enumerate(loaded):
             _fill(out, i, parts, where, gamma)
+            rows = features[i][:span]
+            out.features[i, : len(rows)] = rows
         return out
 
 
@@ -154,8 +178,8 @@ def _fill(out: Batch, i: int, parts: dict[str, Tensor], where: Tensor, gamma: in
     """Write sequence `i` of the batch in place."""
     ids = parts["ids"]
     n = len(where)
-    rows = parts["taps"].flatten(1)[: out.features.shape[1]]
-    out.features[i, : len(rows)] = rows
+    following = ids[1 : 1 + out.next_ids.shape[1]]
+    out.next_ids[i, : len(following)] = following
     out.anchors[i, :n] = where
     out.anchor_ids[i, :n] = ids[where]
     source = where[:, None] + torch.arange(gamma)  # the row whose distribution predicts the label

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.model import BlockInputs, DraftModel
 from actors.engine.training.dataset import OnPolicyDataset, Record
 
 BoolArray = npt.NDArray[np.bool_]
@@ -26,7 +26,7 @@ class Blocks:
 
     hits: BoolArray  # [A, gamma] the draft token equals the text; false beyond its end
     inside: BoolArray  # [A, gamma] the slot lies within the text
-    confidence_logits: npt.NDArray[np.float32]  # [A, gamma]
+    confidence_logits: npt.NDArray[np.float32] | None  # [A, gamma]; None without a confidence head
 
     @property
     def prefix(self) -> BoolArray:
@@ -49,33 +49,26 @@ class Acceptance:
 
 
 @torch.inference_mode()
-def draft_blocks(model: DSparkModel, data: OnPolicyDataset, record: Record, bf16: bool) -> Blocks:
-    """Draft greedily at every anchor of `record`, left to right with the Markov bias."""
+def draft_blocks(model: DraftModel, data: OnPolicyDataset, record: Record, bf16: bool) -> Blocks:
+    """Draft greedily at every anchor of `record`, each token conditioned on those before it."""
     parts = data.read(record)
     ids, gamma = parts["ids"], model.config.block_size
     anchors = torch.arange(record.prompt_len, record.length - 1)
+    features = data.features(parts)[: record.length - 2]
+    inputs = BlockInputs(
+        features[None].to(torch.bfloat16 if bf16 else torch.float32),
+        ids[None, 1 : 1 + len(features)],
+        anchors[None],
+        ids[anchors][None],
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        hidden = model.backbone(
-            parts["taps"].flatten(1)[None].to(model.fc.weight.dtype),
-            anchors[None],
-            ids[anchors][None],
-        )[0]
+        drafted = model.draft_greedy(inputs)
     text = anchors[:, None] + 1 + torch.arange(gamma)
     inside = text < len(ids)
-    wanted = ids[text.clamp_max(len(ids) - 1)]
-    previous = ids[anchors]
-    hits, confidences = [], []
-    for k in range(gamma):
-        rows = model.markov_embedding(previous)
-        confidences.append(model.confidence_logits(hidden[:, k], rows))
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            previous = model.draft_ids[model.logits(hidden[:, k], previous).argmax(-1)]
-        hits.append(previous == wanted[:, k])
-    return Blocks(
-        (torch.stack(hits, 1) & inside).numpy(),
-        inside.numpy(),
-        torch.stack(confidences, 1).float().numpy(),
-    )
+    hits = (drafted.token_ids[0] == ids[text.clamp_max(len(ids) - 1)]) & inside
+    logits = drafted.confidence_logits
+    confidences = None if logits is None else logits[0].float().numpy()
+    return Blocks(hits.numpy(), inside.numpy(), confidences)
 
 
 def rounds(blocks: Blocks, gamma: int) -> list[int]:
@@ -102,7 +95,7 @@ def replay(blocks: Blocks, gamma: int, into: Acceptance) -> None:
 
 
 def evaluate(
-    model: DSparkModel,
+    model: DraftModel,
     data: OnPolicyDataset,
     gammas: tuple[int, ...] = (3, 5),
     *,
@@ -137,9 +130,12 @@ def pooled(every: list[Blocks]) -> tuple[Tensor, Tensor]:
 
     Rounds start where the one before was refused, so they are harder than an average position;
     calibration must see what serving sees. Blocks that reach beyond their text are left out.
+    Raises ValueError for a drafter without a confidence head.
     """
     logits, labels = [], []
     for blocks in every:
+        if blocks.confidence_logits is None:
+            raise ValueError("this drafter has no confidence head: there is nothing to calibrate")
         visited = [a for a in rounds(blocks, blocks.hits.shape[1]) if blocks.inside[a].all()]
         logits.append(blocks.confidence_logits[visited])
         labels.append(blocks.prefix[visited])

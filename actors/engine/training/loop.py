@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.model import DraftModel
 from actors.engine.training.dataset import Batch, OnPolicyDataset
 from actors.engine.training.losses import Labels, LossWeights, block_loss, confidence_loss
 
@@ -66,7 +66,7 @@ class StepLog:
 class Trainer:
     """Trains `model` on a dataset; every step's batch depends on (seed, step) and the snapshot only."""
 
-    def __init__(self, model: DSparkModel, data: OnPolicyDataset, options: TrainingOptions) -> None:
+    def __init__(self, model: DraftModel, data: OnPolicyDataset, options: TrainingOptions) -> None:
         """Build the optimiser; call `load` to continue an earlier run."""
         self.model, self.data, self.options = model, data, options
         matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -112,12 +112,11 @@ class Trainer:
         gamma, width = model.config.block_size, model.config.hidden_size
         chance = options.loss.slots(gamma) * batch.valid
         kept = (torch.from_numpy(rng.random(chance.shape)) < chance).flatten().nonzero()[:, 0]
-        features = batch.features if options.bf16 else batch.features.float()
+        inputs = batch.inputs(None if options.bf16 else torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
-            hidden = model.backbone(features, batch.anchors, batch.anchor_ids)
-        hidden = hidden.view(-1, width)[kept]
-        rows = model.markov_embedding(batch.previous.flatten()[kept])
-        assert rows is not None and model.markov_head is not None
+            hidden = model.slots(inputs, batch.previous)
+            codes, w2 = model.codes(hidden, batch.previous)
+        hidden, codes = hidden.flatten(0, 2)[kept], codes.flatten(0, 2)[kept]
         weights = torch.ones(len(kept))
         labels = Labels(
             self.to_draft[batch.labels.flatten()[kept]],
@@ -125,12 +124,11 @@ class Trainer:
             batch.teacher_lse.flatten()[kept],
             weights,
         )
-        vocabulary = block_loss(
-            hidden, rows, model.markov_head.markov_w2.weight, model.head, labels, options.loss
-        )
-        confidence = confidence_loss(
-            model.confidence_logits(hidden, rows), vocabulary.accept, weights
-        )
+        vocabulary = block_loss(hidden, codes, w2, model.head, labels, options.loss)
+        logits = model.slot_confidences(hidden, batch.previous.flatten()[kept])
+        confidence = torch.zeros(())
+        if logits is not None:
+            confidence = confidence_loss(logits, vocabulary.accept, weights)
         total = vocabulary.total + options.loss.confidence * confidence
         slots = kept % gamma
         parts = {
@@ -186,6 +184,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "shards": self.data.shards,
             "draft_ids": self.model.draft_ids,
+            "config": self.model.config.to_json(),
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)

@@ -1,4 +1,4 @@
-"""DSpark's objective (spec 2.1) with an optional distillation term, fused over the draft vocabulary.
+"""The objective of every kind of drafter (spec 2.1, 9.1, 9.2), fused over the draft vocabulary.
 
 The gradient of every term with respect to the logits has a closed form, so rows are handled in
 chunks that stay in cache and no [rows, vocabulary] tensor outlives its chunk.
@@ -6,14 +6,21 @@ chunks that stay in cache and no [rows, vocabulary] tensor outlives its chunk.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from actors.engine.drafters.config import Kind
+
 CHUNK_ROWS = 256
+EAGLE3_STEP_DECAY = 0.8
+
+Weighting = Literal["paper", "code", "blend"]
+WEIGHTINGS: tuple[Weighting, ...] = ("paper", "code", "blend")
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,27 @@ class LossWeights:
     def slots(self, gamma: int) -> Tensor:
         """Return w [gamma]."""
         return torch.exp(-torch.arange(gamma) / self.decay)
+
+
+def weights_for(kind: Kind, weighting: Weighting, gamma: int) -> LossWeights:
+    """Return the loss of a kind of drafter.
+
+    `paper` decays slots by exp(-j / gamma), `code` (DeepSpec) by exp(-j / 4): the two disagree (spec 11). DSpark:
+    0.1 CE + 0.9 TV + confidence; `blend` is this project's own mix of them with distillation, at DeepSpec's decay.
+    DFlash: CE. EAGLE-3: cross entropy to the target's distribution, 0.8 ** j whatever the weighting. MTP: CE + TV.
+    """
+    decay = float(gamma) if weighting == "paper" else 4.0
+    if kind == "dflash":
+        return LossWeights(ce=1.0, tv=0.0, confidence=0.0, decay=decay)
+    if kind == "eagle3":
+        return LossWeights(
+            ce=0.0, tv=0.0, confidence=0.0, distill=1.0, decay=-1 / math.log(EAGLE3_STEP_DECAY)
+        )
+    if kind == "mtp":
+        return LossWeights(confidence=0.0, decay=decay)
+    if weighting == "blend":
+        return LossWeights(ce=0.3, tv=0.3, confidence=0.3, distill=0.7, decay=decay)
+    return LossWeights(decay=decay)
 
 
 @dataclass(frozen=True)
@@ -54,15 +82,16 @@ class BlockLoss:
 
 
 def block_loss(
-    hidden: Tensor, rows: Tensor, w2: Tensor, head: Tensor, labels: Labels, weights: LossWeights
+    hidden: Tensor, codes: Tensor, w2: Tensor, head: Tensor, labels: Labels, weights: LossWeights
 ) -> BlockLoss:
-    """Return the vocabulary terms for hidden [M, d], Markov rows [M, r], w2 [Vd, r], head [Vd, d].
+    """Return the vocabulary terms for hidden [M, d], codes [M, r], w2 [Vd, r], head [Vd, d].
 
+    Codes are 0 wide where the drafter has no sequential head.
     `head` is frozen and serves draft and teacher. Probability the target puts outside the draft
-    vocabulary counts as distance. Gradients flow into hidden, rows and w2.
+    vocabulary counts as distance. Gradients flow into hidden, codes and w2.
     """
     parts = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, rows, w2, head, labels, weights
+        hidden, codes, w2, head, labels, weights
     )
     return BlockLoss(*parts)
 
@@ -80,14 +109,14 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        rows: Tensor,
+        codes: Tensor,
         w2: Tensor,
         head: Tensor,
         labels: Labels,
         weights: LossWeights,
     ) -> tuple[Tensor, ...]:
         compute = head.dtype
-        h, e, m2 = hidden.to(compute), rows.to(compute), w2.to(compute)
+        h, e, m2 = hidden.to(compute), codes.to(compute), w2.to(compute)
         share = labels.weights / labels.weights.sum().clamp_min(1e-9)
         grad_h, grad_e = torch.empty_like(h), torch.empty_like(e)
         grad_w2 = torch.zeros(w2.shape, dtype=torch.float32)
@@ -96,8 +125,9 @@ class _VocabularyLoss(torch.autograd.Function):
         agree = torch.empty(len(h), dtype=torch.bool)
         for at in range(0, len(h), CHUNK_ROWS):
             part = slice(at, at + CHUNK_ROWS)
-            base = h[part] @ head.T
-            logits = base.float() + (e[part] @ m2.T).float()
+            logits = (h[part] @ head.T).float()
+            if e.shape[1]:
+                logits += (e[part] @ m2.T).float()
             teacher = (labels.teacher_hidden[part].to(compute) @ head.T).float()
             teacher = teacher.sub_(labels.teacher_lse[part, None]).exp_()
             agree[part] = logits.argmax(-1) == labels.draft_ids[part]
@@ -109,7 +139,7 @@ class _VocabularyLoss(torch.autograd.Function):
             grad_h[part] = grad @ head
             grad_e[part] = grad @ m2
             grad_w2 += (grad.T @ e[part]).float()
-        ctx.save_for_backward(grad_h.to(hidden.dtype), grad_e.to(rows.dtype), grad_w2.to(w2.dtype))
+        ctx.save_for_backward(grad_h.to(hidden.dtype), grad_e.to(codes.dtype), grad_w2.to(w2.dtype))
         ctx.mark_non_differentiable(accept, agree)
         ce, tv, distill = sums.unbind()
         total = weights.ce * ce + weights.tv * tv + weights.distill * distill

@@ -1,0 +1,114 @@
+"""A training run as files and functions, whatever starts its stages: the module's command, or `dspark`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.engine.drafters.checkpoint import build
+from actors.engine.drafters.config import Kind, parse_config
+from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.model import DraftModel
+from actors.engine.training import calibrate, evaluate, initialise, onpolicy, prompts
+from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a training run keeps its files, outside the repository."""
+
+    work: Path
+    target: Path
+    run_name: str
+
+    def prompts(self, split: str) -> Path:
+        """The prompt list of `split`."""
+        return self.work / f"{split}.jsonl"
+
+    def shards(self, split: str) -> Path:
+        """The on-policy shards of `split`."""
+        return self.work / split
+
+    @property
+    def run(self) -> Path:
+        """Checkpoint, log and curve."""
+        return self.work / f"run-{self.run_name}"
+
+
+def new_model(paths: Paths, data: OnPolicyDataset, shape: initialise.Shape) -> DraftModel:
+    """Return a drafter at its starting weights, its vocabulary chosen from text and prompts."""
+    config = initialise.config_for_target(paths.target, shape)
+    embed, head = embedding_tables(paths.target, torch.bfloat16)
+    chosen = torch.arange(config.vocab_size)
+    if config.reduced:
+        counts = data.token_counts(config.vocab_size)
+        text = onpolicy.ChatText(paths.target)
+        for prompt in prompts.read(paths.prompts("train")):
+            ids = torch.tensor(text.encode(prompt.text))
+            counts.index_add_(0, ids, torch.full((len(ids),), 0.25))
+        chosen = initialise.choose_draft_ids(counts, config.draft_vocab_size)
+    model = build(config, embed, head, chosen)
+    features = data.features(data.read(data.records[0]))
+    if features.shape[1] != config.feature_dim:
+        raise CheckpointError(
+            f"{data.root} holds features {features.shape[1]} wide, --taps {config.target_layer_ids} makes "
+            f"{config.feature_dim}; give the taps the text was generated with"
+        )
+    initialise.initialise_from_target(model, paths.target, seed=1, features=features)
+    return model
+
+
+def restore(paths: Paths, state: dict[str, Any]) -> DraftModel:
+    """Return the model of a checkpoint."""
+    embed, head = embedding_tables(paths.target, torch.bfloat16)
+    model = build(parse_config(state["config"]), embed, head, state["draft_ids"])
+    model.load_state_dict(state["model"])
+    return model
+
+
+def dataset(
+    paths: Paths, split: str, kind: Kind, shards: list[str] | None = None
+) -> OnPolicyDataset:
+    """Return the shards of a split with the features that this kind of drafter reads."""
+    final_norm = Checkpoint(paths.target)["model.norm.weight"] if kind == "mtp" else None
+    return OnPolicyDataset(paths.shards(split), shards, final_norm)
+
+
+def calibrate_head(model: DSparkModel, blocks: list[evaluate.Blocks], out: Path) -> dict[str, Any]:
+    """Shift the confidence head's bias and write temperatures to `out`; returns what was measured."""
+    # Half of the answers fit, the other half says how good the fit is; all of them fit what ships.
+    logits, labels = evaluate.pooled(blocks[::2])
+    shift = calibrate.fit_shift(logits, labels)
+    halves = calibrate.fit(logits + shift, labels)
+    logits, labels = evaluate.pooled(blocks[1::2])
+    unseen = calibrate.survival_error(logits + shift, labels, halves.temperatures)
+    logits, labels = evaluate.pooled(blocks)
+    shift = calibrate.fit_shift(logits, labels)
+    with torch.no_grad():
+        assert model.confidence_head is not None
+        model.confidence_head.proj.bias.add_(shift)
+    calibrate.fit(logits + shift, labels).write(out / "calibration.json")
+    return {
+        "confidence_shift": round(shift, 3),
+        "ece_unseen_half": [round(e, 4) for e in unseen],
+    }
+
+
+def gammas(block_size: int) -> tuple[int, ...]:
+    """Return the numbers of draft tokens to report acceptance for."""
+    return tuple(sorted({min(3, block_size), block_size}))
+
+
+def report(result: dict[str, dict[int, evaluate.Acceptance]]) -> dict[str, Any]:
+    """Return acceptance lengths by domain and gamma, and their mean over domains."""
+    gammas = sorted(next(iter(result.values())))
+    by_domain = {
+        domain: {f"gamma_{g}": round(tally[g].length, 3) for g in gammas}
+        for domain, tally in sorted(result.items())
+    }
+    means = {f"gamma_{g}": round(evaluate.macro(result, g), 3) for g in gammas}
+    return {"acceptance_length": {**by_domain, "macro": means}}
