@@ -102,8 +102,7 @@ class VerifyBudget:
     def __post_init__(self) -> None:
         if self.based_on_step > self.for_step - 2:
             raise AnticipatingBudgetError(
-                f"based_on_step={self.based_on_step} for_step={self.for_step}: a budget may only use survivals "
-                "at least two steps old; build it from an older StepReport"
+                f"based_on_step={self.based_on_step} for_step={self.for_step}: use a StepReport at least two steps old"
             )
 
 

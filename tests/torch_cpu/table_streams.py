@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -85,21 +84,19 @@ def law_of_streams(num_new: int) -> npt.NDArray[np.float64]:
     return law
 
 
-def table_session(rank: Rank, seed: int) -> Session:
-    return Session(rank, target=TableTarget(), drafter=TableDrafter(seed))
-
-
 def streams_of(
     rank: Rank,
     seed: int,
-    session_of: Callable[[Rank, int], Session] = table_session,
+    drafter: Any = None,
+    num_new: int = NUM_NEW,
+    target: TableTarget | None = None,
     prompt: tuple[int, ...] = (ANCHOR,),
     num_streams: int = NUM_STREAMS,
-    num_new: int = NUM_NEW,
 ) -> npt.NDArray[np.float64]:
     """[V ** num_new] how often each output came after a prompt that ends with ANCHOR."""
     rng = np.random.default_rng(seed)
-    session = session_of(rank, seed)
+    own = drafter or TableDrafter(seed)
+    session = Session(rank, target=target or TableTarget(), drafter=own)
     counts = np.zeros((V,) * num_new)
     for start in range(0, num_streams, 60):
         for i in range(start, start + 60):

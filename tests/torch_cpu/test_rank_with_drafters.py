@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from actors.core.local_policy import LocalPolicy
-from actors.core.rank import Rank
 from actors.core.sampling import SamplingParams
 from actors.engine.base import DrafterEngine
 from actors.engine.drafters.config import DrafterConfig
@@ -112,13 +111,13 @@ def test_greedy_and_seeded_streams_are_what_they_are_without_a_drafter(
     assert session.rank.book.drafts.dropped.total() == 0
 
 
-def law_session(name: str, gamma: int) -> Callable[[Rank, int], Session]:
-    """A drafter whose weights are noise over three tokens, fed by a target whose features tell tokens apart."""
+def noise_drafter(name: str, gamma: int) -> tuple[DrafterEngine, table_streams.TableTarget]:
+    """A drafter whose weights are noise over three tokens, and a target whose features tell these tokens apart."""
     shape = {"vocab_size": table_streams.V, "draft_vocab_size": table_streams.V}
     own = drafter(name, gamma, draft_top_k=table_streams.V, **shape)
     rng = np.random.default_rng(0)
     table = rng.standard_normal((table_streams.V, own.spec.feature_dim)).astype(np.float32)
-    return lambda rank, _seed: Session(rank, target=table_streams.TableTarget(table), drafter=own)
+    return own, table_streams.TableTarget(table)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,8 @@ def test_unseeded_streams_follow_the_law_of_the_target(name: str, policy: Any) -
     local.times.measured(staircase())
     rank = small_rank(local, max_batch_tokens=240, gamma=gamma, max_running=60)
     prompt = (0, 1, 2, 0, 2, 1, 0)
-    counts = streams_of(rank, 1, law_session(name, gamma), prompt, num_streams=1800)
+    own, target = noise_drafter(name, gamma)
+    counts = streams_of(rank, 1, own, target=target, prompt=prompt, num_streams=1800)
     counters = rank.counters.acceptance
     assert 0 < counters.accepted.sum() < counters.scheduled.sum()
     assert chi_squared(counts) < LIMIT

@@ -10,14 +10,11 @@ import pytest
 from actors.core import rank as rank_module
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CommitBatch, ProposalBatch
-from actors.core.rank import Rank
 from actors.core.verify_decision import StepFacts, VerifyChoice
-from tests.pure.rank_harness import Session
 from tests.torch_cpu.mutation import mutant
 from tests.torch_cpu.table_streams import (
     LIMIT,
     TableDrafter,
-    TableTarget,
     chi_squared,
     small_rank,
     staircase,
@@ -60,10 +57,6 @@ class OneBlockDrafter(TableDrafter):
         return super().advance(replace(commit, wants_block=commit.wants_block & first))
 
 
-def one_block_session(rank: Rank, seed: int) -> Session:
-    return Session(rank, target=TableTarget(), drafter=OneBlockDrafter(seed))
-
-
 def test_a_block_that_was_judged_once_is_never_judged_again() -> None:
     """Its tokens are no fresh draws any more: that x_1 was refused says which token it is."""
     line = "table.wants_draft[rounds] = table.has_draft[rounds] = table.is_unasked[rounds] = False"
@@ -72,6 +65,6 @@ def test_a_block_that_was_judged_once_is_never_judged_again() -> None:
         plain = small_rank(LocalPolicy("static_length", static_length=2))
         rank = module.Rank(plain.endpoint, plain.limits, plain.decider)
         # Four tokens: the first comes from the prompt, and a block can be refused and offered again before the last.
-        counts = streams_of(rank, 3, one_block_session, num_new=4)
+        counts = streams_of(rank, seed=3, drafter=OneBlockDrafter(3), num_new=4)
         chi2 = chi_squared(counts)
         assert chi2 > 3 * LIMIT if is_found_out else chi2 < 2 * LIMIT  # 80 degrees of freedom
