@@ -15,6 +15,8 @@ from actors.core.messages import CloseDraft, RankProfile
 from actors.core.own_profile import OwnProfile
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.rank_report import rank_stats
+from actors.core.rank_view import rank_view
+from actors.core.step_clock import StepClock
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.group_member import GroupMember
 from actors.link import Role
@@ -68,9 +70,9 @@ class TargetActor(Shell):
         self._policy = policy_of(config)
         self._member: GroupMember | None = None  # of a group whose ranks step together
         self._profile: OwnProfile | None = None
+        self._clock = StepClock()
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
-        self._step_s = 0.0  # of all steps
         self._is_checked = True  # since the rank last became idle
         self._num_idle_checks = self._num_idle_problems = 0
         self._num_unexpected = self._num_engine_failures = self._failures_in_a_row = 0
@@ -190,12 +192,12 @@ class TargetActor(Shell):
         if self._member:
             self._member.stepped()
         step_time_s = time.perf_counter() - started
-        self._step_s += step_time_s
         outgoing = rank.apply(plan, result, time.monotonic(), step_time_s)
         # The next step waits for the drafters: their messages leave first.
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
         assert report is not None
+        self._clock.note(report, self._policy.times)
         self._policy.times.fold_report(report)
 
     def _rest(self) -> None:
@@ -280,12 +282,14 @@ class TargetActor(Shell):
         return await self.on_loop(self._stats)
 
     def _stats(self) -> dict[str, Any]:
-        decision_s = self._decider.seconds
+        rank, decision_s, step_s = self._rank, self._decider.seconds, self._clock.step_s
         return {
-            **rank_stats(self._rank),
-            "step_s": self._step_s,
+            **rank_stats(rank),
+            **rank_view(rank.counters, self._clock, self._policy.times, rank.landed),
+            "max_running": rank.limits.max_running,
+            "step_s": step_s,
             "decision_s": decision_s,
-            "decision_share": decision_s / self._step_s if self._step_s else None,
+            "decision_share": decision_s / step_s if step_s else None,
             "is_row_invariant": self._is_row_invariant,
             "num_idle_checks": self._num_idle_checks,
             "num_idle_problems": self._num_idle_problems,

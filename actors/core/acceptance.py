@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.reliability import Reliability
+
 Int64 = npt.NDArray[np.int64]
 
 
@@ -21,17 +23,19 @@ class AcceptanceCounters:
     proposed: Int64  # [gamma]
     scheduled: Int64  # [gamma]
     accepted: Int64  # [gamma]
+    reliability: Reliability  # of the scheduled ones
     num_rounds: int = 0
     num_committed: int = 0
 
     @classmethod
     def zero(cls, gamma: int) -> AcceptanceCounters:
-        return cls(np.zeros(gamma, np.int64), np.zeros(gamma, np.int64), np.zeros(gamma, np.int64))
+        none = np.zeros(gamma, np.int64)
+        return cls(none, none.copy(), none.copy(), Reliability.zero(gamma))
 
     @classmethod
     def of_step(
         cls,
-        gamma: int,
+        survivals: npt.NDArray[np.floating],
         proposal_len: npt.NDArray[np.integer],
         verify_len: npt.NDArray[np.integer],
         num_accepted: npt.NDArray[np.integer],
@@ -40,12 +44,14 @@ class AcceptanceCounters:
         """Counters of one step from the three lengths of each round, [R] each.
 
         Args:
+            survivals: [R, gamma] as forecast when the lengths were decided.
             num_committed: tokens that really joined their streams; fewer than accepted + 1 a round when a stop
                 condition cut one. None means nothing was cut.
         """
         assert (num_accepted <= verify_len).all() and (verify_len <= proposal_len).all(), (
             f"want accepted <= scheduled <= proposed, got {num_accepted} {verify_len} {proposal_len}"
         )
+        gamma = survivals.shape[1]
         committed = (
             int(num_accepted.sum()) + len(num_accepted) if num_committed is None else num_committed
         )
@@ -53,6 +59,7 @@ class AcceptanceCounters:
             _reaching(proposal_len, gamma),
             _reaching(verify_len, gamma),
             _reaching(num_accepted, gamma),
+            Reliability.of_step(survivals, verify_len, num_accepted),
             len(num_accepted),
             committed,
         )
@@ -61,6 +68,7 @@ class AcceptanceCounters:
         self.proposed = self.proposed + other.proposed
         self.scheduled = self.scheduled + other.scheduled
         self.accepted = self.accepted + other.accepted
+        self.reliability.add(other.reliability)
         self.num_rounds += other.num_rounds
         self.num_committed += other.num_committed
 

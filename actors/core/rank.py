@@ -36,7 +36,7 @@ from actors.core.rank_report import idle_report, step_report
 from actors.core.request import Request
 from actors.core.request_book import RequestBook
 from actors.core.row_table import Mask, Slots
-from actors.core.step_commit import StepInFlight, commit_step
+from actors.core.step_commit import Commit, StepInFlight, commit_step
 from actors.core.verify_decision import StepDecision, VerifyDecider
 
 Outgoing = list[tuple[Endpoint, Message]]
@@ -57,6 +57,7 @@ class Rank:
         deadline: when to call `plan_step` again at the latest, in seconds on the caller's clock; None: only a message
             can change anything.
         report: of the last step.
+        landed: the last step, with what it committed.
     """
 
     def __init__(self, endpoint: Endpoint, limits: RankLimits, decider: VerifyDecider) -> None:
@@ -67,6 +68,7 @@ class Rank:
         self.book = RequestBook(endpoint, limits, self.counters, self._is_in_step)
         self.allocator: Endpoint | None = None
         self.report: StepReport | None = None
+        self.landed: tuple[StepInFlight, Commit] | None = None
         self.waiting_for_proposals = False
         self.deadline: float | None = None
         self.step_time_s = 0.0  # smoothed
@@ -213,6 +215,7 @@ class Rank:
         """Commit a step: token deltas, features for the drafters, the report for the allocator."""
         flight, book = self._land(plan), self.book
         commit = commit_step(flight, result, book.table)
+        self.landed = flight, commit
         for request in commit.prefilled:
             book.prefilling.remove(request)
         for request in commit.ended:

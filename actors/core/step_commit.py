@@ -46,6 +46,7 @@ class Commit:
         np.int32
     ]  # [R] leading tokens of each row whose features its drafter gets
     num_new: npt.NDArray[np.int32]  # [R] tokens each row added to its stream
+    num_accepted: npt.NDArray[np.int32]  # [R] draft tokens of each row, by the acceptance rule
     acceptance: AcceptanceCounters
     deltas: dict[Endpoint, list[TokenDelta]] = field(default_factory=dict)
     prefilled: list[Request] = field(default_factory=list)  # their prompts are done
@@ -69,6 +70,7 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
     commit = Commit(
         np.zeros(plan.num_requests, np.int32),
         np.zeros(plan.num_requests, np.int32),
+        result.num_accepted,
         AcceptanceCounters.zero(table.gamma),
         aborted=[request for request in flight.rows if request.finished],
     )
@@ -96,7 +98,7 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
         table.advance(request)
         if request.can_use_drafts:
             commit.num_kept[row] = num_kept[row]
-    commit.acceptance = _acceptance(flight, result, lives[: flight.num_rounds], commit)
+    commit.acceptance = _acceptance(flight, lives[: flight.num_rounds], commit)
     return commit
 
 
@@ -137,16 +139,14 @@ def _fail(request: Request, error: str, commit: Commit) -> None:
     commit.num_failed += 1
 
 
-def _acceptance(
-    flight: StepInFlight, result: StepResult, lives: Mask, commit: Commit
-) -> AcceptanceCounters:
+def _acceptance(flight: StepInFlight, lives: Mask, commit: Commit) -> AcceptanceCounters:
     """Counters of the rounds that were not aborted; the first token of a prompt is no round."""
     decision = flight.decision
     gamma = decision.survivals.shape[1]
     return AcceptanceCounters.of_step(
-        gamma,
+        decision.survivals[lives],
         np.where(decision.has_draft, gamma, 0)[lives],
         decision.verify_len[lives],
-        result.num_accepted[: flight.num_rounds][lives],
+        commit.num_accepted[: flight.num_rounds][lives],
         commit.num_committed - len(commit.prefilled),
     )

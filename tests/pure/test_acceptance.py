@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,14 @@ def step(rounds: list[tuple[int, int, int]]) -> AcceptanceCounters:
     lens = np.array(rounds, np.int32).reshape(-1, 3)
     proposal, verify, accepted = lens.T
     verify = np.minimum(verify, proposal)
-    return AcceptanceCounters.of_step(GAMMA, proposal, verify, np.minimum(accepted, verify))
+    return of_step(GAMMA, proposal, verify, np.minimum(accepted, verify))
+
+
+def of_step(gamma: int, proposal: Any, verify: Any, accepted: Any, **more: Any) -> Any:
+    """Every slot forecast to survive with a half."""
+    survivals = np.full((len(proposal), gamma), 0.5, np.float32)
+    lengths = (np.array(each, np.int32) for each in (proposal, verify, accepted))
+    return AcceptanceCounters.of_step(survivals, *lengths, **more)
 
 
 @given(ROUNDS, ROUNDS)
@@ -36,17 +44,15 @@ def test_every_proposed_token_was_trimmed_rejected_or_accepted(first, second) ->
 
 
 def test_a_trimmed_token_is_not_counted_as_rejected() -> None:
-    total = AcceptanceCounters.of_step(3, np.array([3]), np.array([1]), np.array([1]))
+    total = of_step(3, [3], [1], [1])
     assert total.trimmed.tolist() == [0, 1, 1]
     assert total.rejected.tolist() == [0, 0, 0]
 
 
 def test_acceptance_length_counts_the_targets_own_token_and_stops_inside_a_run() -> None:
-    total = AcceptanceCounters.of_step(3, np.array([3, 3]), np.array([3, 3]), np.array([3, 0]))
+    total = of_step(3, [3, 3], [3, 3], [3, 0])
     assert total.acceptance_length == pytest.approx(2.5)
-    cut = AcceptanceCounters.of_step(
-        3, np.array([3]), np.array([3]), np.array([3]), num_committed=2
-    )
+    cut = of_step(3, [3], [3], [3], num_committed=2)
     assert cut.acceptance_length == 2.0
 
 
@@ -57,6 +63,4 @@ def test_acceptance_length_of_nothing_is_no_number() -> None:
 @pytest.mark.parametrize(("proposal", "verify", "accepted"), [(3, 2, 3), (2, 3, 1)])
 def test_lengths_out_of_order_are_refused(proposal: int, verify: int, accepted: int) -> None:
     with pytest.raises(AssertionError, match="accepted <= scheduled <= proposed"):
-        AcceptanceCounters.of_step(
-            5, np.array([proposal]), np.array([verify]), np.array([accepted])
-        )
+        of_step(5, [proposal], [verify], [accepted])
