@@ -38,6 +38,8 @@ class Answer:
         self._metrics = metrics
         self._opened_s = asyncio.get_running_loop().time()
         self._first_token_s: float | None = None
+        self._last_token_s = 0.0
+        self._largest_gap_s = 0.0
         self._closed = False
 
     @property
@@ -66,7 +68,7 @@ class Answer:
         journal = self._live.journal
         async with aclosing(self._live.updates()) as updates:
             async for update in updates:
-                self._clock_first_token()
+                self._clock_tokens()
                 shown = self._text.feed(update.token_ids)
                 fresh = update.token_ids[: shown.num_consumed]
                 if shown.stopped:
@@ -97,20 +99,23 @@ class Answer:
             return
         self._closed = True
         self._live.close()
+        now_s = asyncio.get_running_loop().time()
         self._metrics.finish(
-            self.finish_reason,
-            self.num_prompt_tokens,
-            self.num_tokens,
-            self.counts,
+            self.finish_reason, self.num_prompt_tokens, self.num_tokens, now_s - self._opened_s
         )
         if self._first_token_s is not None and self.num_tokens > 1:
-            elapsed_s = asyncio.get_running_loop().time() - self._first_token_s
+            elapsed_s = now_s - self._first_token_s
             self._metrics.token_interval_s.observe(elapsed_s / (self.num_tokens - 1))
+            self._metrics.largest_gap_s.observe(self._largest_gap_s)
 
-    def _clock_first_token(self) -> None:
+    def _clock_tokens(self) -> None:
+        now_s = asyncio.get_running_loop().time()
         if self._first_token_s is None:
-            self._first_token_s = asyncio.get_running_loop().time()
-            self._metrics.first_token_s.observe(self._first_token_s - self._opened_s)
+            self._first_token_s = now_s
+            self._metrics.first_token_s.observe(now_s - self._opened_s)
+        else:
+            self._largest_gap_s = max(self._largest_gap_s, now_s - self._last_token_s)
+        self._last_token_s = now_s
 
 
 async def open_answers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import socket
@@ -22,6 +23,7 @@ from cluster.intake import Intake
 from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
+from cluster.observation import AskCluster
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
 from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 APPLICATION = "dspark"
 SUPERVISOR, NAMESPACE = "supervisor", "dspark"
-READY_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
+READY_TIMEOUT_S, END_TIMEOUT_S, PUBLISH_S = 60.0, 5.0, 5.0
 MAX_ONGOING = 4096  # streams of one replica; ranks refuse long before
 
 
@@ -180,7 +182,10 @@ class IngressReplica:
             host or ray.util.get_node_ip_address(),
         )
         codec = TextCodec.from_directory(text_files(config.model.path))
-        self._front = make_front(config, codec, self._link, self._routing, self._ask_ranks)
+        self._front = make_front(
+            config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
+        )
+        self._is_alone = config.ingress.num_replicas == 1
 
     async def _routing(self) -> RoutingTable:
         table: RoutingTable = await self._supervisor.routing.remote()
@@ -190,13 +195,29 @@ class IngressReplica:
         answers: Mapping[str, Any] = await self._supervisor.explain.remote(response_id)
         return answers
 
+    async def _ask_cluster(self, name: str, own: dict[str, Any]) -> dict[str, Any]:
+        observed: dict[str, Any] = await self._supervisor.observe.remote(name, own)
+        return observed
+
+    async def _publish_counters(self) -> None:
+        """A scrape reaches one replica and tells of all, so the others leave their counters at the supervisor."""
+        while not self._is_alone:
+            try:
+                observer = self._front.observer
+                await self._supervisor.publish.remote(observer.name, self._front.snapshot())
+            except Exception as error:  # Ray's own kinds; the next try may succeed
+                logger.warning("the counters could not be published: %r", error)
+            await asyncio.sleep(PUBLISH_S)
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncGenerator[None, None]:
             await self._front.dispatcher.start()
+            publishing = asyncio.create_task(self._publish_counters())
             try:
                 yield
             finally:
+                publishing.cancel()
                 await self._front.dispatcher.stop()
                 self._link.close()
 
@@ -212,7 +233,12 @@ class IngressReplica:
 
 
 def make_front(
-    config: ClusterConfig, codec: TextCodec, link: Link, routing: Any, ask_ranks: AskRanks
+    config: ClusterConfig,
+    codec: TextCodec,
+    link: Link,
+    routing: Any,
+    ask_ranks: AskRanks,
+    ask_cluster: AskCluster | None = None,
 ) -> Front:
     """Wire the front of `config` together."""
     ingress, model = config.ingress, config.model
@@ -239,6 +265,7 @@ def make_front(
         ingress.request_timeout_s,
         ask_ranks,
         Access(KeyRing(key_limits(config)), ingress.cors_origins, ingress.max_body_bytes),
+        ask_cluster,
     )
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.core.messages import (
     AbortRequest,
@@ -36,6 +37,7 @@ POLL_S = 0.5
 HOUSEKEEPING_S = 0.2
 HEARTBEAT_S = 1.0
 END_STREAMS_S = 3.0
+MAX_SHOWN_STREAMS = 50
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Dispatcher:
     @property
     def num_streams(self) -> int:
         return len(self._streams)
+
+    def describe_streams(self) -> list[dict[str, Any]]:
+        """The newest open streams, for people."""
+        return [stream.describe() for stream in [*self._streams.values()][-MAX_SHOWN_STREAMS:]]
 
     # --- start and stop ---------------------------------------------------------------------------------------------
 

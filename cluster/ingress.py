@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Path, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
@@ -23,9 +24,11 @@ from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
+from cluster.exposition import exposition
 from cluster.intake import Intake
 from cluster.jobs import Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
+from cluster.observation import AskCluster, Observer
 from cluster.openai_api import (
     ChatRequest,
     CompletionRequest,
@@ -37,13 +40,7 @@ from cluster.openai_parse import parse_request
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
 from cluster.served_model import Access, ServedModel
-from cluster.telemetry import (
-    FrontMetrics,
-    RequestSpan,
-    curve_counters,
-    rank_gauges,
-    render_keys,
-)
+from cluster.telemetry import FrontMetrics, RequestSpan
 from cluster.token_endpoints import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
@@ -59,6 +56,7 @@ class Front:
         request_timeout_s: longest a request may take.
         ask_ranks: what the ranks kept of a response's rounds.
         access: who may call.
+        ask_cluster: what the metrics and the live page show of other processes; None: nothing of them.
     """
 
     def __init__(
@@ -69,12 +67,14 @@ class Front:
         request_timeout_s: float,
         ask_ranks: AskRanks,
         access: Access | None = None,
+        ask_cluster: AskCluster | None = None,
     ) -> None:
         self.access = access or Access()
         self.model = model
         self.intake = intake
         self.dispatcher = dispatcher
         self.metrics = FrontMetrics()
+        self.observer = Observer(dispatcher.link.endpoint.name, self.snapshot, ask_cluster)
         self._request_timeout_s = request_timeout_s
         self._ask_ranks = ask_ranks
 
@@ -207,12 +207,20 @@ class Front:
             content["reason"] = router.why_unready()
         return (200 if ready else 503), content
 
-    def prometheus(self) -> str:
-        gauges = {"vllm:num_requests_running": float(self.dispatcher.num_streams)}
-        front = self.metrics.render(gauges, asdict(self.dispatcher.counters))
-        keys, router = self.access.keys, self.dispatcher.router
-        front += render_keys(keys.num_requests, keys.num_unknown)
-        return front + rank_gauges(router.loads) + curve_counters(router.view)
+    def snapshot(self) -> dict[str, Any]:
+        """This replica's counters and open streams, in plain numbers."""
+        dispatcher, keys = self.dispatcher, self.access.keys
+        return {
+            **self.metrics.snapshot(),
+            "dispatch": asdict(dispatcher.counters),
+            "num_streams": dispatcher.num_streams,
+            "streams": dispatcher.describe_streams(),
+            "keys": dict(keys.num_requests),
+            "num_unknown_keys": keys.num_unknown,
+        }
+
+    async def prometheus(self) -> str:
+        return exposition(await self.observer.look(), self.model.name)
 
 
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -257,7 +265,7 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(front.prometheus(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(await front.prometheus(), media_type=CONTENT_TYPE_LATEST)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from actors.core.messages import (
     AdmittedRequest,
@@ -162,6 +162,18 @@ class LiveStream:
     def _lose(self, reason: str) -> None:
         self._lost = reason
         self._wake.set()
+
+    def describe(self) -> dict[str, Any]:
+        """Where it runs and how far it is; JSON-able."""
+        journal = self.journal
+        return {
+            "request_id": self.request_id,
+            "rank": self._rank_name,
+            "num_tokens": len(journal.token_ids),
+            "max_new_tokens": journal.order.max_new_tokens,
+            "generation": journal.generation,
+            **asdict(journal.counts),
+        }
 
     # --- read by the response ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ class Router:
 
     def __init__(self) -> None:
         self.table = RoutingTable(version=-1)
-        self.view = LoadView(version=-1)  # the newest one
         self._loads: dict[str, RankLoad] = {}
         self._view_version = -1
         self._view_at_s = float("-inf")
@@ -41,7 +40,7 @@ class Router:
         """Take a newer view; False for an older or equal one."""
         if view.version <= self._view_version:
             return False
-        self.view, self._view_version = view, view.version
+        self._view_version = view.version
         self._view_at_s = now_s
         self._loads = {load.rank: load for load in view.ranks}
         self._begun.clear()
@@ -75,11 +74,6 @@ class Router:
         if not known:
             return sorted(rotated, key=lambda r: self._own[r.endpoint.name])
         return sorted(rotated, key=lambda r: self._predicted_s(r.endpoint.name, known))
-
-    @property
-    def loads(self) -> list[RankLoad]:
-        """What the allocator last said of every rank."""
-        return list(self._loads.values())
 
     def describe(self) -> list[dict[str, Any]]:
         """Every rank with its state, what is wrong with it, and its last known load, for /health."""

@@ -29,6 +29,8 @@ PING_TIMEOUT_S = 2.0
 HANG_AFTER_S = 120.0  # the longest step of a large model, with room
 STATS_TIMEOUT_S = 10.0
 _ALONE: tuple[Phase, ...] = ("starting", "loading", "stopped", "failed")  # holds up nobody
+OBSERVE_TIMEOUT_S = 2.0  # whoever looks prefers an older number to a late one
+FRONT_FORGOTTEN_S = 30.0  # a silent ingress replica's counters are not told any more
 
 
 class Supervisor:
@@ -67,6 +69,7 @@ class Supervisor:
         self._handles: dict[str, Any] = {}
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
+        self._fronts: dict[str, tuple[float, dict[str, Any]]] = {}
         self._has_asked = asyncio.Event()
 
     async def routing(self) -> RoutingTable:
@@ -91,18 +94,40 @@ class Supervisor:
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""
-        return await self._ask_all([m for m in self._book.members.values() if m.is_usable], "stats")
+        return await self._ask_all(self._usable, "stats", STATS_TIMEOUT_S)
 
     async def explain(self, response_id: str) -> dict[str, Any]:
         """What every rank says of a response's rounds; {"error": ...} for one that does not answer."""
-        ranks = [m for m in self._book.members.values() if m.role == "target" and m.is_usable]
-        return await self._ask_all(ranks, "explain", response_id)
+        ranks = [member for member in self._usable if member.role == "target"]
+        return await self._ask_all(ranks, "explain", STATS_TIMEOUT_S, response_id)
+
+    async def publish(self, ingress: str, front: dict[str, Any]) -> None:
+        """An ingress replica's counters, for whichever replica is asked about the cluster."""
+        self._fronts[ingress] = time.monotonic(), front
+
+    async def observe(self, ingress: str, front: dict[str, Any]) -> dict[str, Any]:
+        """Everything the metrics and the live page show; the caller leaves its own counters here."""
+        await self.publish(ingress, front)
+        status = await self.status()
+        stats = await self._ask_all(self._usable, "stats", OBSERVE_TIMEOUT_S)
+        oldest = time.monotonic() - FRONT_FORGOTTEN_S
+        self._fronts = {n: heard for n, heard in self._fronts.items() if heard[0] >= oldest}
+        return {
+            "members": status["members"],
+            "num_killed": status["num_killed"],
+            "stats": stats,
+            "fronts": {name: counters for name, (_, counters) in self._fronts.items()},
+        }
+
+    @property
+    def _usable(self) -> list[Member]:
+        return [member for member in self._book.members.values() if member.is_usable]
 
     async def _ask_all(
-        self, members: Sequence[Member], method: str, *arguments: Any
+        self, members: Sequence[Member], method: str, timeout_s: float, *arguments: Any
     ) -> dict[str, Any]:
         names = [member.name for member in members]
-        asked = (self._ask(name, method, STATS_TIMEOUT_S, *arguments) for name in names)
+        asked = (self._ask(name, method, timeout_s, *arguments) for name in names)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return {
             name: {"error": repr(answer)} if isinstance(answer, BaseException) else answer

@@ -53,7 +53,7 @@ class Reliability:
         size, shape = gamma * NUM_BINS, (gamma, NUM_BINS)
         return cls(
             np.bincount(flat, minlength=size).reshape(shape),
-            np.bincount(flat, weights=forecast, minlength=size).reshape(shape),
+            np.bincount(flat, forecast, size).astype(np.float64).reshape(shape),
             np.bincount(flat[happened], minlength=size).reshape(shape),
         )
 

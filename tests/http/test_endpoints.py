@@ -200,40 +200,16 @@ async def test_models_health_and_metrics(launch):
         await server.client.post("/v1/chat/completions", json=CHAT)
         metrics = (await server.client.get("/metrics")).text
         assert len(list(text_string_to_metric_families(metrics))) > 15
-        lines = dict(
-            line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")
-        )
-        rounds = -(-(len("Hello, world!") + 1) // 3)
-        assert float(lines["vllm:spec_decode_num_drafts_total"]) == rounds
-        assert float(lines["vllm:spec_decode_num_draft_tokens_total"]) == 4 * rounds
-        assert float(lines["vllm:spec_decode_num_accepted_tokens_total"]) == 2 * rounds
-        assert float(lines["vllm:generation_tokens_total"]) == len("Hello, world!") + 1
-        assert lines['vllm:request_success_total{finished_reason="stop"}'] == "1"
-        assert lines['dspark:responses_total{status="200"}'] == "2"
-        assert lines['dspark:responses_total{status="404"}'] == "1"
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(metrics)
+            for sample in family.samples
+        }
+        assert values["vllm:generation_tokens_total"] == len("Hello, world!") + 1
+        assert values["vllm:time_to_first_token_seconds_count"] == 1
+        assert values["dspark:largest_gap_seconds_count"] == 1
+        assert values["vllm:request_success_total"] == 1
         server.publish(**{"rank-0": "starting"})
         await server.until(lambda: server.dispatcher.router.table.version == 2)
         health = await server.client.get("/health")
         assert health.status_code == 503 and "rank-0 is starting" in health.json()["reason"]
-
-
-async def test_metrics_say_how_well_step_times_are_foretold(launch):
-    async with launch() as server:
-        before = (await server.client.get("/metrics")).text
-        assert "refused_curves" not in before, "nothing is known before the allocator's first word"
-        loads = (
-            RankLoad("rank-0", 1, 0, 8, 9, 0.02, 0.0, prediction_error=0.125, num_fallback_steps=7),
-            RankLoad("rank-1", 0, 0, 9, 9, 0.02, 0.0),
-        )
-        server.dispatcher.router.update_load(LoadView(5, loads, num_refused_curves=2), 0.0)
-        metrics = (await server.client.get("/metrics")).text
-    found = {
-        (sample.name, sample.labels.get("rank")): sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-    }
-    assert found["dspark:rank_prediction_error", "rank-0"] == 0.125
-    assert ("dspark:rank_prediction_error", "rank-1") not in found
-    assert found["dspark:fallback_steps_total", "rank-0"] == 7
-    assert found["dspark:fallback_steps_total", "rank-1"] == 0
-    assert found["dspark:refused_curves_total", None] == 2

@@ -105,7 +105,7 @@ async def test_32_streams_are_exact_speculated_and_leave_nothing(cluster):
 
 def num_replayed(cluster: ServeProcess) -> int:
     metrics = httpx.get(cluster.url.removesuffix("/v1") + "/metrics").text
-    return int(metrics.partition("\ndspark:num_replayed_total ")[2].split()[0])
+    return int(float(metrics.partition("\ndspark:num_replayed_total{")[2].split()[1]))
 
 
 @pytest.mark.parametrize("victim", ["target-0", "drafter-0", "allocator"])

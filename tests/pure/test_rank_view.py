@@ -42,9 +42,7 @@ REPORT = StepReport(
 def measured() -> RankTimes:
     times = RankTimes()
     tokens = np.array([2, 4, 8], np.int32)
-    profile = RankProfile(
-        REPORT.rank, "id", tokens, tokens, tokens * 0.005, np.zeros(3), gamma=3
-    )
+    profile = RankProfile(REPORT.rank, "id", tokens, tokens, tokens * 0.005, np.zeros(3), gamma=3)
     times.measured(CostCurve.of(profile))
     return times
 

@@ -13,7 +13,6 @@ from actors.core.messages import (
     VerifyBudget,
 )
 from cluster.router import MAX_VIEW_AGE_S, Router
-from cluster.telemetry import rank_gauges
 
 
 def endpoint(name: str, epoch: str = "e", role="target") -> Endpoint:
@@ -155,18 +154,3 @@ def test_a_wanted_rank_comes_before_faster_ones_and_the_others_stay_as_they_are(
     router.update_load(view(1, a=0.3, b=0.1, c=0.2), 0.0)
     assert [r.endpoint.name for r in router.candidates(0.0, "a")] == ["a", "b", "c"]
     assert [r.endpoint.name for r in router.candidates(0.0, "gone")] == ["b", "c", "a"]
-
-
-def test_the_loads_carry_what_the_allocator_decided_into_the_metrics():
-    router = Router()
-    assert rank_gauges(router.loads) == ""
-    budget = VerifyBudget("a", "e", 1, 3, 9, 7, 0.25, "joint")
-    told = RankLoad("a", 2, 0, 10, 20, 0.1, 0.0, budget, 0.125)
-    router.update_load(LoadView(1, (told, RankLoad("b", 0, 0, 0, 0, 0.1, 0.0))), 0.0)
-    lines = rank_gauges(router.loads).splitlines()
-    assert [line for line in lines if not line.startswith("#")] == [
-        'dspark:rank_budget_tokens{rank="a"} 7',
-        'dspark:rank_price{rank="a"} 0.25',
-        'dspark:rank_prediction_error{rank="a"} 0.125',
-    ]
-    assert sum(line.startswith("# TYPE") for line in lines) == 3
