@@ -105,14 +105,9 @@ class DrafterActor(Shell):
     def _advance(self, batch: CommitBatch) -> ProposalBatch | None:
         assert self._engine is not None
         self._num_batches += 1
-        attributes: dict[str, str | int] = {
-            tracing.ATTR_DRAFTER: self.seat.name,
-            tracing.ATTR_RANK: batch.rank.name,
-            tracing.ATTR_NUM_REQUESTS: len(batch.request_ids),
-        }
+        started_ns = time.time_ns()
         try:
-            with tracing.span(tracing.SPAN_DRAFT, attributes):
-                proposals = self._engine.advance(batch)
+            proposals = self._engine.advance(batch)
         except Exception:
             # The ranks go on without these blocks; a drafter that only fails starts afresh.
             self._num_failed += 1
@@ -125,7 +120,24 @@ class DrafterActor(Shell):
                 raise
             return None
         self._failures_in_a_row = 0
+        self._trace(batch, started_ns)
         return proposals
+
+    def _trace(self, batch: CommitBatch, started_ns: int) -> None:
+        """A span for each traced request that got a block, below its round at the rank."""
+        tracer = tracing.tracer()
+        if tracer is None:
+            return
+        attributes: dict[str, str | int] = {
+            tracing.ATTR_DRAFTER: self.seat.name,
+            tracing.ATTR_RANK: batch.rank.name,
+            tracing.ATTR_NUM_REQUESTS: len(batch.request_ids),
+        }
+        for _, parent in batch.traceparents:
+            context = tracing.context_of(parent)
+            tracer.start_span(
+                tracing.SPAN_DRAFT, context, attributes=attributes, start_time=started_ns
+            ).end()
 
     def _close(self, request_ids: tuple[str, ...]) -> None:
         assert self._engine is not None
@@ -218,6 +230,7 @@ def _concatenate(batches: Sequence[CommitBatch]) -> CommitBatch:
         step=batches[-1].step,
         request_ids=tuple(r for b in batches for r in b.request_ids),
         cu_feature_len=cu_feature_len,
+        traceparents=tuple(parent for b in batches for parent in b.traceparents),
         sampling=SamplingBatch(
             *(np.concatenate([getattr(s, f) for s in sampling]) for f in vars(sampling[0]))
         ),

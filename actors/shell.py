@@ -19,10 +19,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from actors import tracing
 from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Link, Membership, Role, open_link
 from actors.link.local import Frames
+from configs.schema import TelemetryConfig
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Seat:
     num_threads: int = 1
     namespace: str = "dspark"
     rank: int = 0  # of a target: its number in the cluster
+    telemetry: TelemetryConfig | None = None  # where traces go
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Shell:
     def start(self) -> None:
         """Begin the loop; the constructor of the subclass calls it last."""
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)  # a Ray worker has no handler
+        tracing.setup(self.seat.telemetry, self.role, self.seat.name)
         self._thread.start()
 
     # --- the loop thread --------------------------------------------------------------------------------------------
@@ -194,6 +198,7 @@ class Shell:
             self._obey()
             if hasattr(self, "link"):
                 self.link.close()
+            tracing.flush()
 
     def _obey(self) -> None:
         while self._commands:

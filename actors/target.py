@@ -30,6 +30,7 @@ from actors.rank_start import (
     rows_are_invariant,
 )
 from actors.shell import Peers, Seat, Shell
+from actors.tracing.rank_spans import RankSpans
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class TargetActor(Shell):
         self._member: GroupMember | None = None  # of a group whose ranks step together
         self._profile: OwnProfile | None = None
         self._clock = StepClock()
+        self._spans: RankSpans | None = None  # None: nothing is traced
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
         self._is_checked = True  # since the rank last became idle
@@ -111,6 +113,8 @@ class TargetActor(Shell):
         self._decider = decider_of(endpoint, config, self._policy)
         self._rank = Rank(endpoint, limits, self._decider)
         self._spec = spec
+        tracer = tracing.tracer()
+        self._spans = RankSpans(endpoint.name, tracer) if tracer else None
         return note
 
     def _meet_group(self) -> None:
@@ -145,10 +149,14 @@ class TargetActor(Shell):
             except UnexpectedMessageError as error:
                 self._num_unexpected += 1
                 log.warning("%s", error)
+            if self._spans is not None:
+                self._spans.receive(message)
         for peer in self.link.lost():
             if peer.role == "ingress":
                 log.warning("%s: %s is gone, its requests end", self.seat.name, peer.name)
                 self.send_all(rank.abort_ingress(peer.name))
+        if self._spans is not None:
+            self._spans.end_gone(rank.book.live)
         now = time.monotonic()
         is_closed = self._member is not None and self._member.is_closed
         plan = None if is_closed else rank.plan_step(now)
@@ -168,16 +176,9 @@ class TargetActor(Shell):
 
     def _step(self, plan: StepPlan) -> None:
         rank = self._rank
-        attributes: dict[str, str | int] = {
-            tracing.ATTR_RANK: self.seat.name,
-            tracing.ATTR_STEP: plan.step,
-            tracing.ATTR_NUM_REQUESTS: plan.num_requests,
-            tracing.ATTR_BATCH_TOKENS: plan.batch_tokens,
-        }
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         try:
-            with tracing.span(tracing.SPAN_STEP, attributes):
-                result = self._engine.step(plan)
+            result = self._engine.step(plan)
         except Exception as error:
             if self._member:  # the group is broken, not the step: its streams go on elsewhere
                 raise
@@ -185,14 +186,17 @@ class TargetActor(Shell):
             self._failures_in_a_row += 1
             log.exception("%s: step %d failed", self.seat.name, plan.step)
             self.send_all(rank.fail(plan, f"the target could not compute a step: {error}"))
+            if self._spans is not None:
+                self._spans.end_gone(rank.book.live, "error")
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise
             return
         self._failures_in_a_row = 0
         if self._member:
             self._member.stepped()
-        step_time_s = time.perf_counter() - started
-        outgoing = rank.apply(plan, result, time.monotonic(), step_time_s)
+        outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
+        if self._spans is not None and rank.landed is not None:
+            outgoing = self._spans.landed(*rank.landed, outgoing, started_ns, time.time_ns())
         # The next step waits for the drafters: their messages leave first.
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
@@ -214,6 +218,10 @@ class TargetActor(Shell):
         self._num_idle_problems += len(self.integrity_problems)
         for problem in self.integrity_problems:
             log.error("%s: integrity: %s", self.seat.name, problem)
+
+    def tear_down(self) -> None:
+        if self._spans is not None:
+            self._spans.end_gone(())
 
     def meet(self, old: Peers, new: Peers) -> None:
         rank = self._rank

@@ -12,6 +12,7 @@ from actors.core.messages import FinishReason
 from cluster.dispatcher import Dispatcher
 from cluster.jobs import Job
 from cluster.live_stream import LiveStream, StreamError
+from cluster.request_trace import Outcome, RequestTrace
 from cluster.streams import SpeculationCounts
 from cluster.telemetry import FrontMetrics
 from cluster.text import TextCodec
@@ -30,9 +31,17 @@ class Piece:
 class Answer:
     """A live stream as text. `close` frees everything, at any time."""
 
-    def __init__(self, job: Job, live: LiveStream, codec: TextCodec, metrics: FrontMetrics) -> None:
+    def __init__(
+        self,
+        job: Job,
+        live: LiveStream,
+        codec: TextCodec,
+        metrics: FrontMetrics,
+        trace: RequestTrace,
+    ) -> None:
         self.job = job
         self._live = live
+        self._trace = trace
         self._text = job.text_stream(codec)
         self._num_shown = 0  # tokens handed on in pieces
         self._metrics = metrics
@@ -59,6 +68,11 @@ class Answer:
     def counts(self) -> SpeculationCounts:
         return self._live.journal.counts
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its placement to its first token."""
+        return None if self._first_token_s is None else self._first_token_s - self._opened_s
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Everything there is to show; the last piece has a finish reason.
 
@@ -69,7 +83,8 @@ class Answer:
         async with aclosing(self._live.updates()) as updates:
             async for update in updates:
                 self._clock_tokens()
-                shown = self._text.feed(update.token_ids)
+                with self._trace.detokenising():
+                    shown = self._text.feed(update.token_ids)
                 fresh = update.token_ids[: shown.num_consumed]
                 if shown.stopped:
                     surplus = len(update.token_ids) - shown.num_consumed
@@ -123,6 +138,7 @@ async def open_answers(
     dispatcher: Dispatcher,
     codec: TextCodec,
     metrics: FrontMetrics,
+    trace: RequestTrace,
     timeout_s: float,
 ) -> list[Answer]:
     """Place all jobs, or none.
@@ -135,12 +151,22 @@ async def open_answers(
     try:
         for job in jobs:
             live = await dispatcher.open(job.order, deadline_s)
-            answers.append(Answer(job, live, codec, metrics))
+            answers.append(Answer(job, live, codec, metrics, trace))
     except BaseException:
         for answer in answers:
             answer.close()
         raise
     return answers
+
+
+def outcome_of(answers: Sequence[Answer]) -> Outcome:
+    """How a response ended, for its trace."""
+    return Outcome(
+        [answer.finish_reason for answer in answers],
+        sum(answer.num_prompt_tokens for answer in answers),
+        sum(answer.num_tokens for answer in answers),
+        min((a.first_token_s for a in answers if a.first_token_s is not None), default=None),
+    )
 
 
 async def merged_pieces(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:

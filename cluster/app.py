@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from actors import tracing
 from actors.core.messages import RoutingTable
 from actors.link import Link, open_link
 from cluster.api_keys import KeyLimits, KeyRing
@@ -181,6 +182,7 @@ class IngressReplica:
             membership,
             host or ray.util.get_node_ip_address(),
         )
+        tracing.setup(config.telemetry, "ingress", f"ingress-{replica}")
         codec = TextCodec.from_directory(text_files(config.model.path))
         self._front = make_front(
             config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
@@ -220,6 +222,7 @@ class IngressReplica:
                 publishing.cancel()
                 await self._front.dispatcher.stop()
                 self._link.close()
+                tracing.flush()
 
         return build_app(self._front, lifespan)
 

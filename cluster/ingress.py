@@ -18,7 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
-from cluster.answers import Answer, open_answers
+from actors import tracing
+from cluster.answers import Answer, open_answers, outcome_of
 from cluster.api_errors import ApiError
 from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
@@ -39,8 +40,9 @@ from cluster.openai_api import (
 from cluster.openai_parse import parse_request
 from cluster.openai_responses import Envelope
 from cluster.replies import event_stream, failure_of, whole_answer
+from cluster.request_trace import RequestTrace
 from cluster.served_model import Access, ServedModel
-from cluster.telemetry import FrontMetrics, RequestSpan
+from cluster.telemetry import FrontMetrics
 from cluster.token_endpoints import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
@@ -107,24 +109,27 @@ class Front:
         account.take_request(time.monotonic())
         parsed = parse_request(schema, await self._body(request))
         envelope = self._envelope(kind, parsed)
-        span = RequestSpan(envelope.response_id, request.headers.get("traceparent"))
+        parent = request.headers.get("traceparent")
+        trace = RequestTrace.begin(self.model.name, envelope.response_id, parsed, parent)
         try:
-            jobs = self.intake.jobs(parsed, envelope.response_id, span.traceparent)
+            with trace.part(tracing.SPAN_TOKENISE):
+                jobs = self.intake.jobs(parsed, envelope.response_id, trace.traceparent)
             places = account.open_streams(len(jobs))
             try:
-                answers = await unless_disconnected(request, self._open(jobs))
+                with trace.part(tracing.SPAN_PLACE):
+                    answers = await unless_disconnected(request, self._open(jobs, trace))
             except BaseException:
                 places.give_back()
                 raise
         except BaseException as error:
-            span.end(type(error).__name__)
+            trace.fail(error)
             raise
 
         def close() -> None:
             for answer in answers:
                 answer.close()
             places.give_back()
-            span.end(answers[0].finish_reason)
+            trace.end(outcome_of(answers))
 
         if parsed.stream:
             return SseResponse(event_stream(answers, envelope, self.intake.codec), close)
@@ -151,11 +156,10 @@ class Front:
             raise ClientGone from error
         return bytes(body)
 
-    async def _open(self, jobs: list[Job]) -> list[Answer]:
+    async def _open(self, jobs: list[Job], trace: RequestTrace) -> list[Answer]:
+        codec, timeout_s = self.intake.codec, self._request_timeout_s
         try:
-            return await open_answers(
-                jobs, self.dispatcher, self.intake.codec, self.metrics, self._request_timeout_s
-            )
+            return await open_answers(jobs, self.dispatcher, codec, self.metrics, trace, timeout_s)
         except OverloadedError as error:
             wait_s = max(1, math.ceil(error.retry_after_s))
             raise ApiError(429, str(error), code="overloaded", retry_after_s=wait_s) from error

@@ -185,7 +185,8 @@ def _start_actors(config: ClusterConfig, placement: Placement, host: str | None)
     members += [(slot.name, "target") for slot in placement.targets]
 
     def seat(name: str, num_threads: int = 1, rank: int = 0) -> Seat:
-        return Seat(name, membership, host, num_threads, NAMESPACE, rank)
+        telemetry = config.telemetry
+        return Seat(name, membership, host, num_threads, NAMESPACE, rank, telemetry)
 
     watching = (HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
     _start(Supervisor, "supervisor", None, members, membership, host, NAMESPACE, *watching)

@@ -1,4 +1,4 @@
-"""What the front counts; and the root span of a request, off unless asked for."""
+"""What the front counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
-
-from opentelemetry import trace
-
-from actors import tracing
 
 LATENCY_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -73,46 +69,3 @@ class DispatchCounters:
     num_late_deltas: int = 0
     num_stray_deltas: int = 0
     num_routing_failures: int = 0
-
-
-class RequestSpan:
-    """The root span of a request, from validation to its last byte; a no-op until an SDK is installed.
-
-    Attributes:
-        traceparent: what the rank hangs its spans on; the client's own where this process does not trace.
-    """
-
-    def __init__(self, request_id: str, parent: str | None) -> None:
-        self._span = tracing.tracer().start_span(
-            tracing.SPAN_REQUEST,
-            context=tracing.context_of(parent),
-            kind=trace.SpanKind.SERVER,
-            attributes={tracing.ATTR_REQUEST_ID: request_id},
-        )
-        with trace.use_span(self._span):
-            self.traceparent = tracing.traceparent() or parent
-
-    def end(self, outcome: str) -> None:
-        self._span.set_attribute(tracing.ATTR_FINISH_REASON, outcome)
-        self._span.end()
-
-
-def setup_tracing(service_name: str, otlp_endpoint: str | None) -> bool:
-    """Install the OpenTelemetry SDK with an OTLP exporter; False when no endpoint is configured.
-
-    The actors use the OpenTelemetry API only, which does nothing until this was called in their process.
-
-    Raises:
-        ImportError: an endpoint is configured, but the `telemetry` extra is not installed.
-    """
-    if otlp_endpoint is None:
-        return False
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint)))
-    trace.set_tracer_provider(provider)
-    return True

@@ -198,6 +198,25 @@ class LinkConfig(Section):
     )
 
 
+class TelemetryConfig(Section):
+    """Traces. Metrics and the live page need no setting: `/metrics`, `/dashboard`."""
+
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description="OTLP/HTTP collector that gets traces, e.g. http://127.0.0.1:4318; null = no process makes any.",
+    )
+    sample_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced (a probability); one that carries a traceparent follows that.",
+    )
+    service_name: str = Field(
+        "dspark", min_length=1, description="`service.name` of every process in the traces."
+    )
+
+
 class ClusterConfig(Section):
     """Everything `dspark serve` needs to know."""
 
@@ -209,6 +228,7 @@ class ClusterConfig(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="Verification budgets.")
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="HTTP front.")
     link: LinkConfig = Field(default_factory=LinkConfig, description="Hot messages between actors.")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="Traces.")
 
     @model_validator(mode="after")
     def _parts_agree(self) -> ClusterConfig:

@@ -72,6 +72,7 @@ def _run(
             started = time.perf_counter()
             _launch(config, registration)
             note(f"ready after {time.perf_counter() - started:.1f} s")
+            note(f"live page {registration.state.endpoint.removesuffix('/v1')}/dashboard")
             _announce(config, registration.state, arguments.json, results)
             _wait(os.getppid() if arguments.end_with_parent else None)
         except KeyboardInterrupt:
@@ -96,10 +97,13 @@ def _wait(parent: int | None) -> None:
 
 
 def _launch(config: ClusterConfig, registration: Registration) -> None:
+    from actors import tracing
     from cluster import launch as launcher  # imports Ray: late, so that other commands stay quick
 
+    tracing.setup(config.telemetry, "driver", "driver")
     try:
-        cluster = launcher.launch(config, progress=note)
+        with tracing.span(tracing.SPAN_LAUNCH, {}):
+            cluster = launcher.launch(config, progress=note)
     except launcher.LaunchError as error:
         raise CommandError(str(error)) from error
     registration.update(
@@ -116,9 +120,11 @@ def _announce(config: ClusterConfig, state: RunState, as_json: bool, results: Te
 
 
 def _shutdown() -> None:
+    from actors import tracing
     from cluster import launch as launcher
 
     launcher.shutdown()
+    tracing.flush()
 
 
 def _require_free_port(ingress: IngressConfig) -> None:

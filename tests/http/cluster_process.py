@@ -1,11 +1,14 @@
 """A whole cluster as `dspark serve` starts it, with scripted engines. Driven by lines on stdin.
 
+Arguments: the port, and sections of the configuration as JSON.
+
 Commands: `kill NAME` ends an actor's process as a crash would, `settled` says whether every part is ready, `baseline`
 says whether all ranks are idle, have every block back and found nothing wrong, `quit` ends.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -18,9 +21,10 @@ from configs.schema import ClusterConfig
 from tests import ray_fakes
 
 
-def main(port: int) -> None:
+def main(port: int, more: str = "{}") -> None:
     config = ClusterConfig.model_validate(
         {
+            **json.loads(more),
             "ingress": {"port": port},
             "model": {"dtype": "float32", "max_model_len": 2048},
             "target": {"num_ranks": 2, "num_cpus": 0.1, "kv_cache_tokens": 32768},
@@ -72,4 +76,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])
