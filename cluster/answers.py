@@ -13,9 +13,12 @@ from cluster.dispatcher import Dispatcher
 from cluster.jobs import Job
 from cluster.live_stream import LiveStream, StreamError
 from cluster.request_trace import Outcome, RequestTrace
-from cluster.streams import SpeculationCounts
+from cluster.streams import Origin, SpeculationCounts
 from cluster.telemetry import FrontMetrics
 from cluster.text import TextCodec
+
+
+Provenance = tuple[tuple[str, Origin], ...]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Piece:
     finish_reason: FinishReason | None
     token_ids: tuple[int, ...] = ()  # those read since the last piece
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
+    provenance: Provenance = ()  # the text again, by token, where it was asked for
 
 
 class Answer:
@@ -79,34 +83,45 @@ class Answer:
         Raises:
             StreamError: the stream cannot go on.
         """
-        journal = self._live.journal
+        journal, num_seen = self._live.journal, 0
         async with aclosing(self._live.updates()) as updates:
             async for update in updates:
                 self._clock_tokens()
                 with self._trace.detokenising():
                     shown = self._text.feed(update.token_ids)
                 fresh = update.token_ids[: shown.num_consumed]
+                origins = journal.origins[num_seen : num_seen + len(fresh)]
+                num_seen += len(update.token_ids)
+                provenance = tuple(zip(shown.parts, origins, strict=False))
                 if shown.stopped:
                     surplus = len(update.token_ids) - shown.num_consumed
                     journal.close("stop", len(journal.token_ids) - surplus)
                     self.close()  # the rank is still generating
-                    yield self._piece(shown.text, "stop", fresh)
+                    yield self._piece(shown.text, "stop", fresh, provenance)
                     return
                 if update.finish_reason is None:
                     if shown.text or self.job.shows_tokens:
-                        yield self._piece(shown.text, None, fresh)
+                        yield self._piece(shown.text, None, fresh, provenance)
                     continue
                 rest = self._text.flush()
                 reason = "stop" if rest.stopped else update.finish_reason
-                yield self._piece(shown.text + rest.text, reason, fresh)
+                if rest.text and journal.origins:
+                    provenance = (*provenance, (rest.text, journal.origins[-1]))
+                yield self._piece(shown.text + rest.text, reason, fresh, provenance)
 
-    def _piece(self, text: str, reason: FinishReason | None, fresh: tuple[int, ...]) -> Piece:
+    def _piece(
+        self,
+        text: str,
+        reason: FinishReason | None,
+        fresh: tuple[int, ...],
+        provenance: Provenance,
+    ) -> Piece:
         if not self.job.shows_tokens:
-            return Piece(text, reason)
+            return Piece(text, reason, provenance=provenance)
         start = self._num_shown
         self._num_shown += len(fresh)
         logprobs = tuple(self._live.journal.logprobs[start : self._num_shown])
-        return Piece(text, reason, fresh, logprobs)
+        return Piece(text, reason, fresh, logprobs, provenance)
 
     def close(self) -> None:
         """The answer is over, whatever the reason. Idempotent."""

@@ -19,6 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from actors.core.prefix_scheduler import UNLIMITED
 from cluster.observation import Observation
 
 # name without _total, help, key of a rank's stats
@@ -168,7 +169,8 @@ def _rank(page: Page, name: str, stats: dict[str, Any], model: str) -> None:
     step = stats["last_step"]
     if step is not None:
         budget, price = step["max_draft_tokens"], step["min_survival"]
-        page.gauge("dspark:budget_tokens", "K of the last step.", budget, rank=name)
+        if budget < UNLIMITED:  # some rules set a price alone
+            page.gauge("dspark:budget_tokens", "K of the last step.", budget, rank=name)
         page.gauge("dspark:price", "Lowest survival worth verifying (λ).", price, rank=name)
         page.gauge("dspark:batch_tokens", "Of the last step.", step["batch_tokens"], rank=name)
     predicted = stats["clock"]["last_predicted_s"]

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
 from actors import tracing
+from cluster import live_page
 from cluster.answers import Answer, open_answers, outcome_of
 from cluster.api_errors import ApiError
 from cluster.api_keys import KeyAccount
@@ -270,6 +271,8 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(await front.prometheus(), media_type=CONTENT_TYPE_LATEST)
+
+    live_page.add_routes(app, front.observer.look, front.model.name)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -258,6 +258,7 @@ class Intake:
             class_id=0 if named is None else self.limits.classes.index(named),
             rank=options.rank,
             explain=options.explain,
+            provenance=options.provenance,
         )
 
     def _job(self, request: GenerationRequest, order: StreamOrder, choice: int, echo: str) -> Job:

@@ -31,6 +31,7 @@ class DsparkOptions(BaseModel):
     explain: bool = False  # keep why its rounds were verified as far as they were
     # Of the model's own distribution, or of the one that is sampled from.
     logprobs: Literal["raw", "processed"] = "raw"
+    provenance: bool = False  # say of each token of a stream where it comes from
 
 
 class GenerationRequest(Schema):

@@ -106,6 +106,8 @@ def _check_together(request: GenerationRequest) -> None:
         raise bad_request(
             "stream_options", request.stream_options.model_dump(), "only with stream=true"
         )
+    if request.dspark is not None and request.dspark.provenance and not request.stream:
+        raise bad_request("dspark.provenance", True, "only with stream=true")
     if request.best_of not in (None, request.num_choices):
         raise bad_request("best_of", request.best_of, "all choices are returned; use n")
     limit = request.output_limit

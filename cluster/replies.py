@@ -16,6 +16,7 @@ from cluster.live_stream import StreamError
 from cluster.logprobs import LogprobsWriter
 from cluster.openai_responses import (
     DONE_EVENT,
+    NOTHING,
     Details,
     Envelope,
     WholeChoice,
@@ -48,6 +49,8 @@ async def event_stream(
                 text, calls = readers[index].read(piece)
                 if text or piece.token_ids:
                     about = details[index].of(piece.token_ids, piece.logprobs)
+                    if text == piece.text:  # not of what a tool call holds back
+                        about = {**about, **provenance_of(piece)}
                     event = sse_event(envelope.text_chunk(index, text, about))
                 if calls:
                     first = len(readers[index].calls) - len(calls)
@@ -64,6 +67,12 @@ async def event_stream(
     if envelope.include_usage:
         yield sse_event(envelope.usage_chunk(_usage(answers)))
     yield DONE_EVENT
+
+
+def provenance_of(piece: Piece) -> Details:
+    """Where the tokens of a piece come from, where the client asked for it."""
+    said = [list(each) for each in piece.provenance if each[0]]
+    return {"dspark": {"provenance": said}} if said else NOTHING
 
 
 async def whole_answer(

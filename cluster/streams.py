@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenDelta
 from actors.core.sampling import SamplingParams
 from cluster.text import Detokenizer
+
+# accepted: drafted, and kept by the target; recovered: the target's own after it refused a draft token; bonus: its own
+# after it kept all of them; target: its own where no draft token was verified.
+Origin = Literal["accepted", "recovered", "bonus", "target"]
 
 
 class JournalConflict(Exception):
@@ -49,6 +54,21 @@ class StreamOrder:
     class_id: int = 0  # index into `policy.classes`
     rank: str | None = None  # the rank it shall be placed on first; None: the best one
     explain: bool = False
+    provenance: bool = False  # the journal keeps where each token comes from
+
+
+def origins_of(before: SpeculationCounts, delta: TokenDelta) -> list[Origin]:
+    """Where each token of a delta comes from; `before`: the counts up to it, on the same rank."""
+    own = len(delta.token_ids) - (delta.num_accepted - before.num_accepted)
+    if own not in (0, 1):
+        return ["target"] * len(delta.token_ids)  # repeated: its counts were known before
+    num_scheduled = delta.num_scheduled - before.num_scheduled
+    num_accepted = delta.num_accepted - before.num_accepted
+    last: Origin = "bonus" if num_accepted == num_scheduled else "recovered"
+    if not num_scheduled:
+        last = "target"
+    accepted: list[Origin] = ["accepted"] * num_accepted
+    return [*accepted, last] if own else accepted
 
 
 class StreamJournal:
@@ -63,6 +83,7 @@ class StreamJournal:
         self.order = order
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # one a token, where they were asked for
+        self.origins: list[Origin] = []  # of each token, where the order asks for it
         self.generation = -1  # not placed yet
         self.finish_reason: FinishReason | None = None
         self.num_late = 0
@@ -130,6 +151,8 @@ class StreamJournal:
         fresh = delta.token_ids[held - delta.first_index :]
         self.token_ids.extend(fresh)
         self.logprobs.extend(delta.logprobs[held - delta.first_index :])
+        if self.order.provenance and fresh:
+            self.origins += origins_of(self._current, delta)[-len(fresh) :]
         self._fold(delta)
         if delta.finish_reason in ("stop", "length"):
             self.finish_reason = delta.finish_reason
@@ -139,7 +162,7 @@ class StreamJournal:
         """End the stream from our side: a stop string after `num_tokens` tokens, a client that left, or the time."""
         self.finish_reason = reason
         if num_tokens is not None:
-            del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+            del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.origins[num_tokens:]
 
     def settle(self) -> bool:
         """Whether the ids held already end the stream, so that a lost final delta needs no replay."""
@@ -207,9 +230,13 @@ class StopScanner:
 class TextPiece:
     """Text to show, and whether a stop string ended the stream after `num_consumed` of the tokens fed."""
 
-    text: str
+    parts: tuple[str, ...]  # what became certain with each of the tokens consumed
     num_consumed: int
     stopped: bool
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 class TextStream:
@@ -237,6 +264,7 @@ class TextStream:
             is_scanned = self._num_unscanned <= 0
             self._num_unscanned -= 1
             if token_id in self._hidden_ids:
+                pieces.append("")
                 continue
             text = self._detokenizer.feed(token_id)
             if not is_scanned:
@@ -244,12 +272,12 @@ class TextStream:
                 continue
             pieces.append(self._scanner.feed(text))
             if self._scanner.matched is not None:
-                return TextPiece("".join(pieces), consumed, stopped=True)
-        return TextPiece("".join(pieces), len(token_ids), stopped=False)
+                return TextPiece(tuple(pieces), consumed, stopped=True)
+        return TextPiece(tuple(pieces), len(token_ids), stopped=False)
 
     def flush(self) -> TextPiece:
         """The end of the stream: an unfinished character and held text come out (or complete a stop string)."""
         text = self._scanner.feed(self._detokenizer.flush())
         if self._scanner.matched is None:
             text += self._scanner.flush()
-        return TextPiece(text, 0, self._scanner.matched is not None)
+        return TextPiece((text,), 0, self._scanner.matched is not None)

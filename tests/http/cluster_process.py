@@ -24,11 +24,11 @@ from tests import ray_fakes
 def main(port: int, more: str = "{}") -> None:
     config = ClusterConfig.model_validate(
         {
-            **json.loads(more),
             "ingress": {"port": port},
             "model": {"dtype": "float32", "max_model_len": 2048},
             "target": {"num_ranks": 2, "num_cpus": 0.1, "kv_cache_tokens": 32768},
             "drafter": {"num_cpus": 0.1},
+            **json.loads(more),
         }
     )
     parts = Parts(
