@@ -67,12 +67,12 @@ class TargetActor(Shell):
         self._measure_steps = measure_steps
         self._engine: TargetEngine
         self._rank: Rank
+        self._spans: RankSpans
         self._spec: TargetSpec | None = None
         self._policy = policy_of(config)
         self._member: GroupMember | None = None  # of a group whose ranks step together
         self._profile: OwnProfile | None = None
         self._clock = StepClock()
-        self._spans: RankSpans | None = None  # None: nothing is traced
         self._is_row_invariant: bool | None = None
         self._wait_s: float | None = 0.0
         self._is_checked = True  # since the rank last became idle
@@ -113,8 +113,7 @@ class TargetActor(Shell):
         self._decider = decider_of(endpoint, config, self._policy)
         self._rank = Rank(endpoint, limits, self._decider)
         self._spec = spec
-        tracer = tracing.tracer()
-        self._spans = RankSpans(endpoint.name, tracer) if tracer else None
+        self._spans = RankSpans(endpoint.name, tracing.tracer())
         return note
 
     def _meet_group(self) -> None:
@@ -149,14 +148,12 @@ class TargetActor(Shell):
             except UnexpectedMessageError as error:
                 self._num_unexpected += 1
                 log.warning("%s", error)
-            if self._spans is not None:
-                self._spans.receive(message)
+            self._spans.receive(message)
         for peer in self.link.lost():
             if peer.role == "ingress":
                 log.warning("%s: %s is gone, its requests end", self.seat.name, peer.name)
                 self.send_all(rank.abort_ingress(peer.name))
-        if self._spans is not None:
-            self._spans.end_gone(rank.book.live)
+        self._spans.end_gone(rank.book.live)
         now = time.monotonic()
         is_closed = self._member is not None and self._member.is_closed
         plan = None if is_closed else rank.plan_step(now)
@@ -186,8 +183,7 @@ class TargetActor(Shell):
             self._failures_in_a_row += 1
             log.exception("%s: step %d failed", self.seat.name, plan.step)
             self.send_all(rank.fail(plan, f"the target could not compute a step: {error}"))
-            if self._spans is not None:
-                self._spans.end_gone(rank.book.live, "error")
+            self._spans.end_gone(rank.book.live, "error")
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise
             return
@@ -195,8 +191,8 @@ class TargetActor(Shell):
         if self._member:
             self._member.stepped()
         outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
-        if self._spans is not None and rank.landed is not None:
-            outgoing = self._spans.landed(*rank.landed, outgoing, started_ns, time.time_ns())
+        assert rank.landed is not None
+        outgoing = self._spans.landed(*rank.landed, outgoing, started_ns, time.time_ns())
         # The next step waits for the drafters: their messages leave first.
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
         report = rank.report
@@ -220,8 +216,7 @@ class TargetActor(Shell):
             log.error("%s: integrity: %s", self.seat.name, problem)
 
     def tear_down(self) -> None:
-        if self._spans is not None:
-            self._spans.end_gone(())
+        self._spans.end_gone(())
 
     def meet(self, old: Peers, new: Peers) -> None:
         rank = self._rank

@@ -22,6 +22,7 @@ class _Traced:
     """What is open of one request."""
 
     generation: int
+    tracer: Tracer
     whole: Span
     queue: Span | None
     round: Span | None = None
@@ -32,19 +33,21 @@ class _Traced:
 class RankSpans:
     """Holds the open spans of the requests that are traced; all others cost a look into an empty dictionary.
 
-    Times are nanoseconds since 1970.
+    Times are nanoseconds since 1970. Without a tracer nothing is traced.
     """
 
-    def __init__(self, rank: str, tracer: Tracer) -> None:
+    def __init__(self, rank: str, tracer: Tracer | None) -> None:
         self._rank = rank
         self._tracer = tracer
         self._open: dict[str, _Traced] = {}
 
     def receive(self, message: Message) -> None:
         """A message has come, and the rank has dealt with it."""
+        if self._tracer is None:
+            return
         match message:
             case AdmittedRequest() if tracing.is_sampled(message.traceparent):
-                self._begin(message)
+                self._begin(message, self._tracer)
             case ProposalBatch() if self._open:
                 self._note_proposals(message)
 
@@ -76,7 +79,7 @@ class RankSpans:
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, message: AdmittedRequest) -> None:
+    def _begin(self, message: AdmittedRequest, tracer: Tracer) -> None:
         known = self._open.get(message.request_id)
         if known is not None and known.generation >= message.generation:
             return  # the same admission, repeated
@@ -88,11 +91,11 @@ class RankSpans:
             tracing.ATTR_RANK: self._rank,
             tracing.ATTR_CONTEXT_LEN: len(message.prompt_ids),
         }
-        whole = self._tracer.start_span(
+        whole = tracer.start_span(
             tracing.SPAN_GENERATE, tracing.context_of(message.traceparent), attributes=attributes
         )
-        queue = self._tracer.start_span(tracing.SPAN_QUEUE, tracing.below(whole))
-        self._open[message.request_id] = _Traced(message.generation, whole, queue)
+        queue = tracer.start_span(tracing.SPAN_QUEUE, tracing.below(whole))
+        self._open[message.request_id] = _Traced(message.generation, tracer, whole, queue)
 
     def _find(self, request_id: str, generation: int) -> _Traced | None:
         traced = self._open.get(request_id)
@@ -115,7 +118,7 @@ class RankSpans:
     def _begin_round(self, traced: _Traced, now_ns: int) -> Span | None:
         if traced.num_rounds >= MAX_TRACED_ROUNDS:
             return None
-        return self._tracer.start_span(
+        return traced.tracer.start_span(
             tracing.SPAN_ROUND, tracing.below(traced.whole), start_time=now_ns
         )
 
@@ -141,7 +144,7 @@ class RankSpans:
             tracing.ATTR_CONTEXT_LEN: int(plan.context_len[row]),
             tracing.ATTR_BATCH_TOKENS: plan.batch_tokens,
         }
-        self._tracer.start_span(
+        traced.tracer.start_span(
             tracing.SPAN_PREFILL,
             tracing.below(traced.whole),
             attributes=attributes,
@@ -174,7 +177,7 @@ class RankSpans:
             tracing.ATTR_NUM_REQUESTS: plan.num_requests,
             tracing.ATTR_BATCH_TOKENS: plan.batch_tokens,
         }
-        self._tracer.start_span(
+        traced.tracer.start_span(
             tracing.SPAN_VERIFY, tracing.below(span), attributes=step, start_time=start_ns
         ).end(end_ns)
         has_draft = bool(decision.has_draft[row])
