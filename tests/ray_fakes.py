@@ -20,6 +20,7 @@ from configs.schema import ClusterConfig
 
 VOCAB = 997
 EOS = VOCAB  # never produced
+NUM_IDS = 50_000  # prompts may hold ids of a real tokenizer
 HANG = 996  # a token that no step with it survives
 GAMMA, NUM_RIGHT, TOP_K = 5, 3, 4
 STEP_S, DRAFT_S = 0.004, 0.001
@@ -42,7 +43,7 @@ class FakeTarget:
         self.spec = TargetSpec(
             name=config.model.name,
             architecture="fake",
-            vocab_size=VOCAB + 1,
+            vocab_size=NUM_IDS,
             hidden_size=2,
             num_layers=1,
             max_model_len=config.model.max_model_len,

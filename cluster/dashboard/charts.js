@@ -1,7 +1,8 @@
 // Two small charts, drawn as SVG. No library: the page must work without a network.
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 520, HEIGHT = 220, LEFT = 44, BOTTOM = 34, TOP = 12, RIGHT = 10;
+let WIDTH = 520;
+const HEIGHT = 220, LEFT = 44, BOTTOM = 34, TOP = 12, RIGHT = 10;
 
 function shape(kind, attributes, text) {
   const made = document.createElementNS(SVG, kind);
@@ -10,7 +11,8 @@ function shape(kind, attributes, text) {
   return made;
 }
 
-function frame(label) {
+function frame(into, label) {
+  WIDTH = Math.max(280, into.clientWidth || 520); // text keeps its size, whatever the window
   return shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
 }
 
@@ -33,7 +35,7 @@ export function drawSurvival(into, counts) {
   if (!counts || !counts.proposed.some((n) => n > 0)) return nothing(into, "no draft token was proposed yet");
   const gamma = counts.proposed.length;
   const share = (part, whole) => (whole > 0 ? part / whole : 0);
-  const svg = frame("Share of draft tokens verified, forecast to survive and accepted, by position in the block");
+  const svg = frame(into, "Share of draft tokens verified, forecast to survive and accepted, by position in the block");
   const y = (value) => TOP + (1 - value) * (HEIGHT - TOP - BOTTOM);
   yAxis(svg, y, [0, 0.25, 0.5, 0.75, 1], (value) => `${value * 100} %`);
   const step = (WIDTH - LEFT - RIGHT) / gamma, bar = Math.min(step / 4, 34);
@@ -60,7 +62,7 @@ export function drawCurve(into, curve, now) {
   if (!curve) return nothing(into, "no cost curve was measured yet");
   const most = Math.max(...curve.batch_tokens, now ? now.tokens : 0);
   const slowest = 1.1 * Math.max(...curve.measured_s, ...curve.corrected_s, now ? now.seconds : 0);
-  const svg = frame("Seconds of a step by its tokens, with the present step");
+  const svg = frame(into, "Seconds of a step by its tokens, with the present step");
   const logged = (tokens) => Math.log2(Math.max(tokens, 1));
   const x = (tokens) => LEFT + (logged(tokens) / Math.max(logged(most), 1)) * (WIDTH - LEFT - RIGHT - 8);
   const y = (seconds) => TOP + (1 - seconds / slowest) * (HEIGHT - TOP - BOTTOM);

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ray_fakes import NUM_RIGHT, stream_after
+from tests.ray_fakes import NUM_IDS, NUM_RIGHT, stream_after
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -128,6 +128,6 @@ def test_control_calls_answer_while_the_loop_computes(
     client = open_client(cluster)
     client.submit("busy", PROMPT, 500)
     description = cluster.call("target-0", "describe")
-    assert description.phase == "ready" and description.spec.vocab_size == 998
+    assert description.phase == "ready" and description.spec.vocab_size == NUM_IDS
     assert cluster.call("target-0", "profile").identity.startswith("fake")
     client.finish("busy")
