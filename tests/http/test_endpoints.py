@@ -161,6 +161,27 @@ async def test_text_with_unicode_line_ends_stays_on_its_line(launch):
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1]) == text
 
 
+async def test_a_stream_says_where_its_tokens_come_from_when_asked(launch):
+    text = "one € two STOP three"
+    async with launch(text=text) as server:
+        body = {**CHAT, "dspark": {"provenance": True}}
+        asked = await events_of(server.client, "/v1/chat/completions", {**body, "stop": "STOP"})
+        plain = await events_of(server.client, "/v1/chat/completions", CHAT)
+        refused = await server.client.post("/v1/chat/completions", json=body)
+    chunks = [event["choices"][0] for event in asked[:-1]]
+    said = [chunk["dspark"]["provenance"] for chunk in chunks if chunk.get("dspark")]
+    # Of each three tokens the scripted rank says that two were accepted, of four verified.
+    origins = [origin for chunk in said for _, origin in chunk]
+    assert origins[:3] == ["accepted", "accepted", "recovered"]
+    for chunk in chunks:
+        if chunk["delta"].get("content"):
+            told = "".join(piece for piece, _ in chunk["dspark"]["provenance"])
+            assert told == chunk["delta"]["content"]
+    assert "".join(piece for chunk in said for piece, _ in chunk) == "one € two "
+    assert not any("dspark" in event["choices"][0] for event in plain[:-1])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "dspark.provenance"
+
+
 async def test_unmodified_openai_client_streams_and_completes(launch):
     async with (
         launch(text="Hello, wörld!") as server,

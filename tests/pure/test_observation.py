@@ -1,0 +1,120 @@
+"""Looking at the cluster: seldom, never in vain, and never older than it says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.exposition import exposition
+from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observer
+from cluster.telemetry import DispatchCounters, FrontMetrics
+
+TARGET = {"name": "target-0", "role": "target", "state": "ready", "num_restarts": 0}
+
+
+class Supervisor:
+    """Answers as `Supervisor.observe` does; what it says can be set."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.stats: dict[str, Any] = {"target-0": {"count": 1}}
+        self.fails = False
+
+    async def observe(self, name: str, front: dict[str, Any]) -> dict[str, Any]:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        if self.fails:
+            raise RuntimeError("gone")
+        fronts = {name: front, "ingress-1": {"count": 9}}
+        return {"members": [TARGET], "num_killed": 0, "stats": self.stats, "fronts": fronts}
+
+
+class Clock:
+    """Stands in for the loop's."""
+
+    now = 100.0
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock.now)
+    return clock
+
+
+async def test_many_that_look_at_once_ask_once(clock: Clock) -> None:
+    supervisor, own = Supervisor(), {"count": 0}
+    observer = Observer("ingress-0", lambda: dict(own), supervisor.observe)
+    seen = await asyncio.gather(*(observer.look() for _ in range(5)))
+    assert supervisor.num_asked == 1 and seen[4].stats == {"target-0": {"count": 1}}
+    own["count"] = 7
+    assert (await observer.look()).fronts == {"ingress-0": {"count": 7}, "ingress-1": {"count": 9}}
+    assert supervisor.num_asked == 1
+    clock.now += LOOK_INTERVAL_S
+    await observer.look()
+    assert supervisor.num_asked == 2
+
+
+async def test_a_silent_member_keeps_what_it_said_with_its_age_and_not_for_ever(
+    clock: Clock,
+) -> None:
+    supervisor = Supervisor()
+    observer = Observer("ingress-0", dict, supervisor.observe)
+    await observer.look()
+    supervisor.stats = {"target-0": {"error": "TimeoutError()"}}
+    clock.now += 5
+    seen = await observer.look()
+    assert seen.of_role("target") == [("target-0", {"count": 1})]
+    assert seen.stale_s == {"target-0": 5.0}
+    clock.now += MAX_STALE_S
+    seen = await observer.look()
+    assert seen.of_role("target") == [] and seen.members
+
+
+async def test_without_an_answer_of_the_supervisor_the_last_look_stays_and_the_failure_counts(
+    clock: Clock,
+) -> None:
+    supervisor = Supervisor()
+    observer = Observer("ingress-0", dict, supervisor.observe)
+    first = await observer.look()
+    supervisor.fails = True
+    clock.now += 5
+    seen = await observer.look()
+    assert seen.stats == first.stats and seen.at_s == first.at_s and seen.num_failed_looks == 1
+
+
+async def test_a_replica_without_a_supervisor_shows_itself() -> None:
+    seen = await Observer("ingress-0", lambda: {"count": 3}, None).look()
+    assert seen.fronts == {"ingress-0": {"count": 3}} and not seen.members
+
+
+async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
+    def front(num_tokens: int) -> dict[str, Any]:
+        metrics = FrontMetrics()
+        metrics.finish("stop", 2, num_tokens, duration_s=0.2)
+        metrics.finish("abort", 2, num_tokens, duration_s=99.0)
+        return {
+            **metrics.snapshot(),
+            "dispatch": vars(DispatchCounters()),
+            "num_streams": 0,
+            "streams": [],
+        }
+
+    async def ask(name: str, own: dict[str, Any]) -> dict[str, Any]:
+        other = {"ingress-1": front(20)}
+        return {"members": [], "num_killed": 0, "stats": {}, "fronts": other}
+
+    seen = await Observer("ingress-0", lambda: front(10), ask).look()
+    families = {f.name: f for f in text_string_to_metric_families(exposition(seen, 'a "model"'))}
+    tokens = families["vllm:generation_tokens"].samples
+    assert {s.labels["engine"]: s.value for s in tokens} == {"ingress-0": 20, "ingress-1": 40}
+    assert {s.labels["model_name"] for s in tokens} == {'a "model"'}
+    buckets = {
+        s.labels["le"]: s.value
+        for s in families["vllm:e2e_request_latency_seconds"].samples
+        if s.name.endswith("_bucket") and s.labels["engine"] == "ingress-0"
+    }
+    assert (buckets["0.1"], buckets["0.25"], buckets["60.0"], buckets["+Inf"]) == (0, 1, 1, 2)
