@@ -71,6 +71,7 @@ def _step(flight: StepInFlight, commit: Commit) -> dict[str, Any]:
         "rounds": [
             {
                 "request_id": decision.request_ids[row],
+                "has_block": bool(decision.has_draft[row]),
                 "survivals": [round(float(a), 4) for a in decision.survivals[row]],
                 "num_scheduled": int(decision.verify_len[row]),
                 "num_accepted": int(commit.num_accepted[row]),

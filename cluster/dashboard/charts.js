@@ -83,6 +83,7 @@ export function drawCurve(into, curve, now) {
 }
 
 export function milliseconds(seconds) {
+  if (seconds >= 1) return `${seconds.toFixed(1)} s`;
   const ms = seconds * 1000;
   return `${ms >= 10 || ms === 0 ? ms.toFixed(0) : ms.toFixed(1)} ms`;
 }

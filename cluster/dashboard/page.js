@@ -106,7 +106,8 @@ function otherLine(member) {
   line.append(element("b", "", member.name), ` ${member.state}`);
   if (member.reason) line.append(`: ${member.reason}`);
   if (member.role === "drafter" && member.num_batches) {
-    line.append(`, ${milliseconds(member.draft_time_s / member.num_batches)} a batch, ${member.open_requests} contexts`);
+    line.append(`, ${milliseconds(member.draft_time_s / member.num_batches)} a batch, ` +
+      `${member.open_requests} context${member.open_requests === 1 ? "" : "s"}`);
   }
   if (member.role === "allocator" && member.num_budgets !== undefined) line.append(`, ${member.num_budgets} budgets`);
   if (member.num_restarts) line.append(`, restarted ${member.num_restarts} times`);
