@@ -79,7 +79,7 @@ class Front:
         self.metrics = FrontMetrics()
         self.observer = Observer(dispatcher.link.endpoint.name, self.snapshot, ask_cluster)
         self._request_timeout_s = request_timeout_s
-        self._ask_ranks = ask_ranks
+        self.ask_ranks = ask_ranks
 
     async def chat(self, request: Request) -> Response:
         return await self._serve(request, "chat", ChatRequest)
@@ -182,8 +182,8 @@ class Front:
 
     async def explain(self, request: Request) -> Response:
         """Why the rounds of a response were verified as far as they were (C11)."""
-        self._authorise(request)
-        found = await explain(request.path_params["response_id"], self._ask_ranks)
+        self.authorise(request)
+        found = await explain(request.path_params["response_id"], self.ask_ranks)
         return JSONResponse(found.model_dump())
 
     # --- about the server -------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     async def metrics() -> Response:
         return PlainTextResponse(await front.prometheus(), media_type=CONTENT_TYPE_LATEST)
 
-    live_page.add_routes(app, front.observer.look, front.model.name)
+    live_page.add_routes(app, front.observer.look, front.ask_ranks, front.model.name)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

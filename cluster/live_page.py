@@ -11,7 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from actors.core.prefix_scheduler import UNLIMITED
+from cluster.explanations import AskRanks, Explanation, explain
 from cluster.observation import Observation
+from cluster.openai_api import ApiError
 
 FOLDER = Path(__file__).parent / "dashboard"
 MEDIA_TYPES = {
@@ -26,8 +28,13 @@ HEADERS = {"content-security-policy": "default-src 'self'", "cache-control": "no
 FULL_KV = 0.95  # share of blocks in use from which a rank hardly takes anything new
 
 
-def add_routes(app: FastAPI, look: Callable[[], Awaitable[Observation]], model: str) -> None:
-    """`/dashboard`, its files, and `/dashboard/state`."""
+def add_routes(
+    app: FastAPI,
+    look: Callable[[], Awaitable[Observation]],
+    ask_ranks: AskRanks,
+    model: str,
+) -> None:
+    """`/dashboard`, its files, `/dashboard/state`, and the rounds of one answer with a sentence each."""
 
     @app.get("/dashboard", include_in_schema=False)
     async def page() -> Response:
@@ -36,6 +43,13 @@ def add_routes(app: FastAPI, look: Callable[[], Awaitable[Observation]], model: 
     @app.get("/dashboard/state", include_in_schema=False)
     async def page_state() -> Response:
         return JSONResponse(state(await look(), model))
+
+    @app.get("/dashboard/rounds/{response_id}", include_in_schema=False)
+    async def page_rounds(response_id: str) -> Response:
+        try:
+            return JSONResponse(rounds_of(await explain(response_id, ask_ranks)))
+        except ApiError as error:
+            return JSONResponse(error.body, error.status)
 
     @app.get("/dashboard/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
@@ -143,6 +157,20 @@ def decisions(rank: str, step: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def rounds_of(explanation: Explanation) -> list[dict[str, Any]]:
+    """The rounds of an answer's first choice, each with why it was verified as far as it was."""
+    return [
+        {
+            **each.model_dump(),
+            "rank": segment.rank,
+            "has_block": each.num_proposed > 0,
+            "why": why(each.model_dump(), each.model_dump()),
+        }
+        for segment in explanation.choices[0].segments
+        for each in segment.rounds
+    ]
+
+
 def why(each: dict[str, Any], step: dict[str, Any]) -> str:
     """Why this many draft tokens of a round were verified, in one sentence."""
     length, survivals = each["num_scheduled"], each["survivals"]
@@ -151,6 +179,7 @@ def why(each: dict[str, Any], step: dict[str, Any]) -> str:
     sentences = {
         "none": f"The whole block of {gamma}.",
         "price": f"{nexts}, less than the price λ = {price:.0%}.",
+        "cold": f"{nexts}, less than the {price:.0%} a rank asks that has seen no survivals yet.",
         "budget": f"{nexts}; the step's budget K = {most} went to likelier tokens.",
         "room": f"{nexts}; the step had no room for more tokens.",
         "length": "The answer may not grow further than that.",

@@ -135,9 +135,7 @@ class CommitBatch:
     features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]; uint16: bits of bfloat16
     verify_lens: Int32  # [N] draft tokens this step verified
     sampling: SamplingBatch  # N rows
-    traceparents: tuple[
-        tuple[str, str], ...
-    ] = ()  # (request, round to hang a span on): sampled ones
+    traceparents: tuple[tuple[str, str], ...] = ()  # (traced request, span of its round)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,13 @@
 // Polls /dashboard/state each second and shows it. Everything from the server is set as text, never as markup.
 
 import { drawCurve, drawSurvival, milliseconds } from "./charts.js";
+import { decisionRow, element } from "./rows.js";
 import { connectTry } from "./try.js";
 
 const POLL_MS = 1000, KEPT_DECISIONS = 12, WINDOW_S = 60;
 const at = (id) => document.getElementById(id);
 let history = []; // states of the last minute, for rates
 let decisions = [], isFrozen = false;
-
-export function element(kind, className, text) {
-  const made = document.createElement(kind);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 async function poll() {
   try {
@@ -161,18 +155,6 @@ function showDecisions(fresh) {
   } else if (added.length || !at("decisions").children.length) {
     at("decisions").replaceChildren(...decisions.map(decisionRow));
   }
-}
-
-export function decisionRow(each) {
-  const row = element("li"), cells = element("span", "cells");
-  each.survivals.forEach((survival, k) => {
-    const kind = k < each.num_accepted ? "accepted" : k < each.num_scheduled ? "rejected" : "trimmed";
-    cells.append(element("span", `cell ${kind}`, each.has_block === false ? "–" : (survival * 100).toFixed(0)));
-  });
-  row.append(cells, element("span", "length", `length ${each.num_scheduled}, accepted ${each.num_accepted}`));
-  row.append(element("span", "why", each.why));
-  row.append(element("span", "where", `${each.rank} step ${each.step} ${(each.request_id ?? "").slice(-6)}`));
-  return row;
 }
 
 function showStreams(state) {

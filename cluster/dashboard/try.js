@@ -1,5 +1,7 @@
 // The box to try a prompt: streams the answer and colours every token by where it comes from.
 
+import { decisionRow } from "./rows.js";
+
 const NAMES = ["accepted", "recovered", "bonus", "target"];
 const at = (id) => document.getElementById(id);
 
@@ -19,15 +21,17 @@ export function connectTry(model) {
 
 async function run(model, controller) {
   at("answer").replaceChildren();
+  at("answer-rounds").replaceChildren();
   at("answer-counts").textContent = "waiting for the first token …";
   at("stop").disabled = false;
   const counts = Object.fromEntries(NAMES.map((name) => [name, 0]));
   const started = performance.now();
-  let usage = null;
+  let usage = null, id = null;
   try {
     for await (const chunk of chunks(await ask(model, controller.signal))) {
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
+      id = chunk.id ?? id;
       for (const [text, origin] of chunk.choices[0]?.dspark?.provenance ?? []) {
         const token = document.createElement("span");
         token.className = `token ${origin}`;
@@ -44,6 +48,13 @@ async function run(model, controller) {
   } finally {
     at("stop").disabled = true;
   }
+  if (id) showRounds(id);
+}
+
+// Why each round of the answer was as long as it was.
+async function showRounds(id) {
+  const answer = await fetch(`/dashboard/rounds/${encodeURIComponent(id)}`);
+  if (answer.ok) at("answer-rounds").replaceChildren(...(await answer.json()).map(decisionRow));
 }
 
 async function ask(model, signal) {
@@ -58,7 +69,7 @@ async function ask(model, signal) {
       temperature: Number(at("temperature").value),
       stream: true,
       stream_options: { include_usage: true },
-      dspark: { provenance: true },
+      dspark: { provenance: true, explain: true },
     }),
   });
   if (answer.ok) return answer;
@@ -87,7 +98,7 @@ function summary(counts, usage, seconds) {
   const rounds = usage?.dspark?.num_rounds;
   if (rounds) {
     const { num_proposed: proposed, num_scheduled: scheduled, num_accepted: accepted } = usage.dspark;
-    shown.push(`${(usage.completion_tokens / rounds).toFixed(2)} tokens a round`);
+    shown.push(`${rounds} rounds, ${(usage.completion_tokens / rounds).toFixed(2)} tokens a round`);
     shown.push(`of ${proposed} proposed ${scheduled} were verified and ${accepted} accepted`);
     shown.push(`${(usage.completion_tokens / seconds).toFixed(0)} tokens/s`);
   }

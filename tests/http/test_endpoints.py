@@ -10,7 +10,6 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.core.messages import LoadView, RankLoad
 from tests.http.harness import CHAT
 
 

@@ -258,6 +258,9 @@ def test_a_prompt_is_tried_with_the_keyboard_alone_and_its_tokens_are_coloured(c
     )
     assert {"accepted", "target"} <= set(origins) <= {"accepted", "recovered", "bonus", "target"}
     assert re.search(r"\d+ accepted · .*tokens a round", browser.text("#answer-counts"))
+    rounds = browser.until("return document.querySelectorAll('#answer-rounds li').length")
+    assert rounds == int(re.search(r"(\d+) rounds", browser.text("#answer-counts")).group(1))
+    assert "length" in browser.text("#answer-rounds li .length")
     assert browser.problems() == []
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.core.messages import LoadView, RankLoad, VerifyBudget
 from cluster.exposition import exposition
-from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observer
+from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observation, Observer
 from cluster.telemetry import DispatchCounters, FrontMetrics
 
 TARGET = {"name": "target-0", "role": "target", "state": "ready", "num_restarts": 0}
@@ -118,3 +120,35 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
         if s.name.endswith("_bucket") and s.labels["engine"] == "ingress-0"
     }
     assert (buckets["0.1"], buckets["0.25"], buckets["60.0"], buckets["+Inf"]) == (0, 1, 1, 2)
+
+
+async def test_the_scrape_says_what_the_allocator_thinks_of_each_rank() -> None:
+    budget = VerifyBudget("a", "e", 1, 3, 9, 7, 0.25, "joint")
+    loads = (
+        RankLoad("a", 2, 0, 10, 20, 0.1, 0.0, budget, 0.125, num_fallback_steps=7),
+        RankLoad("b", 0, 0, 0, 0, 0.1, 0.0),
+    )
+    allocator = {
+        "load": asdict(LoadView(1, loads, num_refused_curves=2)),
+        "num_by_rule": {"joint": 5},
+        "num_fallbacks": 1,
+        "num_stale_reports": 0,
+        "num_refused_curves": 2,
+        "link": {},
+    }
+    seen = Observation(
+        members=({**TARGET, "name": "allocator", "role": "allocator"},),
+        stats={"allocator": allocator},
+    )
+    found = {
+        (sample.name, sample.labels.get("rank")): sample.value
+        for family in text_string_to_metric_families(exposition(seen, "m"))
+        for sample in family.samples
+    }
+    assert found["dspark:rank_budget_tokens", "a"] == 7
+    assert found["dspark:rank_price", "a"] == 0.25
+    assert found["dspark:rank_prediction_error", "a"] == 0.125
+    assert found["dspark:fallback_steps_total", "a"] == 7
+    assert found["dspark:fallback_steps_total", "b"] == 0
+    assert found["dspark:refused_curves_total", None] == 2
+    assert not {(name, rank) for name, rank in found if rank == "b" and "rank_" in name}

@@ -10,7 +10,6 @@ from actors.core.messages import (
     RankLoad,
     RankRoute,
     RoutingTable,
-    VerifyBudget,
 )
 from cluster.router import MAX_VIEW_AGE_S, Router
 
