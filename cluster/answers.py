@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Answer:
         self._text = job.text_stream(codec)
         self._num_shown = 0  # tokens handed on in pieces
         self._metrics = metrics
-        self._opened_s = asyncio.get_running_loop().time()
+        self._opened_s = trace.begun_s
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._largest_gap_s = 0.0
@@ -74,7 +75,7 @@ class Answer:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from its placement to its first token."""
+        """Seconds from its arrival to its first token."""
         return None if self._first_token_s is None else self._first_token_s - self._opened_s
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -129,7 +130,7 @@ class Answer:
             return
         self._closed = True
         self._live.close()
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         self._metrics.finish(
             self.finish_reason, self.num_prompt_tokens, self.num_tokens, now_s - self._opened_s
         )
@@ -139,7 +140,7 @@ class Answer:
             self._metrics.largest_gap_s.observe(self._largest_gap_s)
 
     def _clock_tokens(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         if self._first_token_s is None:
             self._first_token_s = now_s
             self._metrics.first_token_s.observe(now_s - self._opened_s)

@@ -66,9 +66,9 @@ ALLOCATOR_COUNTERS = (
     ("dspark:refused_curves", "Cost curves that could not be used.", "num_refused_curves"),
 )
 FRONT_HISTOGRAMS = (
-    ("vllm:time_to_first_token_seconds", "Placed on a rank to first token.", "first_token_s"),
+    ("vllm:time_to_first_token_seconds", "Arrival to first token.", "first_token_s"),
     ("vllm:request_time_per_output_token_seconds", "Mean after the first.", "token_interval_s"),
-    ("vllm:e2e_request_latency_seconds", "Placed on a rank to the end.", "duration_s"),
+    ("vllm:e2e_request_latency_seconds", "Arrival to the end.", "duration_s"),
     ("dspark:largest_gap_seconds", "Longest pause inside a stream.", "largest_gap_s"),
 )
 

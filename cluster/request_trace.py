@@ -22,7 +22,7 @@ class Outcome:
     finish_reasons: list[str]
     num_input_tokens: int
     num_output_tokens: int
-    first_token_s: float | None  # since it was placed
+    first_token_s: float | None  # since its arrival
 
 
 @dataclass
@@ -31,12 +31,13 @@ class RequestTrace:
 
     Attributes:
         traceparent: what the rank hangs its spans on; None where nobody traces.
+        begun_s: when the request was read, on the monotonic clock.
     """
 
     traceparent: str | None
     _tracer: Tracer | None = None
     _root: Span | None = None
-    _begun_s: float = field(default_factory=time.perf_counter)
+    begun_s: float = field(default_factory=time.monotonic)
     _detokenise: Span | None = None
     _busy_s: float = 0.0
 
