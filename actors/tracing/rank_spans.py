@@ -127,9 +127,8 @@ class RankSpans:
             traced = self._find(request_id, int(message.generations[row]))
             if traced is None or traced.round is None:
                 continue
-            if (
-                traced.asked_len == message.committed_lens[row]
-            ):  # a late one is of a round that is over
+            # A late block is of a round that is over.
+            if traced.asked_len == message.committed_lens[row]:
                 attributes = {tracing.ATTR_DRAFTER: message.drafter}
                 traced.round.add_event(tracing.EVENT_PROPOSAL, attributes)
 
