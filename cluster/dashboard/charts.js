@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 let WIDTH = 520;
-const HEIGHT = 220, LEFT = 44, BOTTOM = 34, TOP = 12, RIGHT = 10;
+const HEIGHT = 220, LEFT = 56, BOTTOM = 34, TOP = 12, RIGHT = 10;
 
 function shape(kind, attributes, text) {
   const made = document.createElementNS(SVG, kind);

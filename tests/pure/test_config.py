@@ -97,6 +97,7 @@ def test_empty_files_and_sections_change_nothing(
         ("target.num_ranks=yes", "target.num_ranks", True, "allowed: integer"),
         ("target.num_ranks='2'", "target.num_ranks", "2", "allowed: integer"),
         ("ingress.port=70000", "ingress.port", 70000, "allowed: integer, ≥ 1, ≤ 65535"),
+        ("telemetry.otlp_endpoint=h:1", "telemetry.otlp_endpoint", "h:1", "allowed: text or null"),
         ("ingress.request_timeout_s=0", "ingress.request_timeout_s", 0, "allowed: number, > 0"),
         ("ingress.request_timeout_s=.inf", "ingress.request_timeout_s", float("inf"), "number"),
         ("model.drafter=3", "model.drafter", 3, "allowed: text or null"),
