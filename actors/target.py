@@ -109,9 +109,8 @@ class TargetActor(Shell):
         self._profile = OwnProfile(endpoint, spec.identity, measured, gamma_of(config), times)
         if self._profile.problem:
             self._warn(self._profile.problem)
-        limits = limits_of(spec, config)
         self._decider = decider_of(endpoint, config, self._policy)
-        self._rank = Rank(endpoint, limits, self._decider)
+        self._rank = Rank(endpoint, limits_of(spec, config), self._decider)
         self._spec = spec
         self._spans = RankSpans(endpoint.name, tracing.tracer())
         return note
@@ -191,12 +190,11 @@ class TargetActor(Shell):
         if self._member:
             self._member.stepped()
         outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
-        assert rank.landed is not None
-        outgoing = self._spans.landed(*rank.landed, outgoing, started_ns, time.time_ns())
+        landed, report = rank.landed, rank.report
+        assert landed is not None and report is not None
+        outgoing = self._spans.landed(*landed, outgoing, started_ns, time.time_ns())
         # The next step waits for the drafters: their messages leave first.
         self.send_all(sorted(outgoing, key=lambda sent: sent[0].role != "drafter"))
-        report = rank.report
-        assert report is not None
         self._clock.note(report, self._policy.times)
         self._policy.times.fold_report(report)
 
@@ -214,9 +212,6 @@ class TargetActor(Shell):
         self._num_idle_problems += len(self.integrity_problems)
         for problem in self.integrity_problems:
             log.error("%s: integrity: %s", self.seat.name, problem)
-
-    def tear_down(self) -> None:
-        self._spans.end_gone(())
 
     def meet(self, old: Peers, new: Peers) -> None:
         rank = self._rank
@@ -259,6 +254,7 @@ class TargetActor(Shell):
     # --- control ----------------------------------------------------------------------------------------------------
 
     def tear_down(self) -> None:
+        self._spans.end_gone(())
         if self._member:
             self._member.leave()
 
