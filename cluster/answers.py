@@ -18,7 +18,6 @@ from cluster.streams import Origin, SpeculationCounts
 from cluster.telemetry import FrontMetrics
 from cluster.text import TextCodec
 
-
 Provenance = tuple[tuple[str, Origin], ...]
 
 

@@ -206,7 +206,7 @@ class IngressReplica:
         while not self._is_alone:
             try:
                 observer = self._front.observer
-                await self._supervisor.publish.remote(observer.name, self._front.snapshot())
+                await self._supervisor.publish.remote(observer.name, observer.own())
             except Exception as error:  # Ray's own kinds; the next try may succeed
                 logger.warning("the counters could not be published: %r", error)
             await asyncio.sleep(PUBLISH_S)

@@ -7,26 +7,24 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
 from actors import tracing
-from cluster import live_page
+from cluster import watch_routes
 from cluster.answers import Answer, open_answers, outcome_of
 from cluster.api_errors import ApiError
 from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
-from cluster.exposition import exposition
 from cluster.intake import Intake
 from cluster.jobs import Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
@@ -77,7 +75,8 @@ class Front:
         self.intake = intake
         self.dispatcher = dispatcher
         self.metrics = FrontMetrics()
-        self.observer = Observer(dispatcher.link.endpoint.name, self.snapshot, ask_cluster)
+        counters = partial(watch_routes.front_snapshot, self.metrics, dispatcher, self.access.keys)
+        self.observer = Observer(dispatcher.link.endpoint.name, counters, ask_cluster)
         self._request_timeout_s = request_timeout_s
         self.ask_ranks = ask_ranks
 
@@ -88,16 +87,16 @@ class Front:
         return await self._serve(request, "completion", CompletionRequest)
 
     async def tokenize(self, request: Request) -> Response:
-        self._authorise(request)
+        self.authorise(request)
         parsed = parse_request(TokenizeRequest, await self._body(request))
         return JSONResponse(tokenize(self.intake, parsed))
 
     async def detokenize(self, request: Request) -> Response:
-        self._authorise(request)
+        self.authorise(request)
         parsed = parse_request(DetokenizeRequest, await self._body(request))
         return JSONResponse(detokenize(self.intake, parsed))
 
-    def _authorise(self, request: Request) -> KeyAccount:
+    def authorise(self, request: Request) -> KeyAccount:
         return self.access.keys.account(request.headers.get("authorization"))
 
     async def _serve(
@@ -106,7 +105,7 @@ class Front:
         kind: Literal["chat", "completion"],
         schema: type[ChatRequest] | type[CompletionRequest],
     ) -> Response:
-        account = self._authorise(request)
+        account = self.authorise(request)
         account.take_request(time.monotonic())
         parsed = parse_request(schema, await self._body(request))
         envelope = self._envelope(kind, parsed)
@@ -189,11 +188,11 @@ class Front:
     # --- about the server -------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        self._authorise(request)
+        self.authorise(request)
         return JSONResponse({"object": "list", "data": [self.model.card(self.intake.codec)]})
 
     async def one_model(self, request: Request) -> Response:
-        self._authorise(request)
+        self.authorise(request)
         name = request.path_params["name"]
         self.intake.check_model(name)
         return JSONResponse(self.model.card(self.intake.codec))
@@ -211,21 +210,6 @@ class Front:
         if not ready:
             content["reason"] = router.why_unready()
         return (200 if ready else 503), content
-
-    def snapshot(self) -> dict[str, Any]:
-        """This replica's counters and open streams, in plain numbers."""
-        dispatcher, keys = self.dispatcher, self.access.keys
-        return {
-            **self.metrics.snapshot(),
-            "dispatch": asdict(dispatcher.counters),
-            "num_streams": dispatcher.num_streams,
-            "streams": dispatcher.describe_streams(),
-            "keys": dict(keys.num_requests),
-            "num_unknown_keys": keys.num_unknown,
-        }
-
-    async def prometheus(self) -> str:
-        return exposition(await self.observer.look(), self.model.name)
 
 
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -268,11 +252,7 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         status, content = front.health()
         return JSONResponse(content, status)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(await front.prometheus(), media_type=CONTENT_TYPE_LATEST)
-
-    live_page.add_routes(app, front.observer.look, front.ask_ranks, front.model.name)
+    watch_routes.add_routes(app, front.observer, front.ask_ranks, front.authorise, front.model.name)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -1,68 +1,14 @@
-"""The live page: its files, and the one document it polls. What an observation means is said here, in words."""
+"""What the live page shows: an observation as one document, with what it means in words."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
-
 from actors.core.prefix_scheduler import UNLIMITED
-from cluster.explanations import AskRanks, Explanation, explain
+from cluster.explanations import Explanation
 from cluster.observation import Observation
-from cluster.openai_api import ApiError
 
-FOLDER = Path(__file__).parent / "dashboard"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".svg": "image/svg+xml",
-}
-# Nothing is fetched from anywhere else, so the page works offline and runs no foreign script.
-HEADERS = {"content-security-policy": "default-src 'self'", "cache-control": "no-cache"}
 FULL_KV = 0.95  # share of blocks in use from which a rank hardly takes anything new
-
-
-def add_routes(
-    app: FastAPI,
-    look: Callable[[], Awaitable[Observation]],
-    ask_ranks: AskRanks,
-    model: str,
-) -> None:
-    """`/dashboard`, its files, `/dashboard/state`, and the rounds of one answer with a sentence each."""
-
-    @app.get("/dashboard", include_in_schema=False)
-    async def page() -> Response:
-        return _file("index.html")
-
-    @app.get("/dashboard/state", include_in_schema=False)
-    async def page_state() -> Response:
-        return JSONResponse(state(await look(), model))
-
-    @app.get("/dashboard/rounds/{response_id}", include_in_schema=False)
-    async def page_rounds(response_id: str) -> Response:
-        try:
-            return JSONResponse(rounds_of(await explain(response_id, ask_ranks)))
-        except ApiError as error:
-            return JSONResponse(error.body, error.status)
-
-    @app.get("/dashboard/{name}", include_in_schema=False)
-    async def page_file(name: str) -> Response:
-        return _file(name)
-
-
-def _file(name: str) -> Response:
-    known = {path.name: path for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES}
-    path = known.get(name)
-    if path is None:
-        raise HTTPException(404, f"/dashboard/{name}: no such file; the page is at /dashboard")
-    kind = MEDIA_TYPES[path.suffix]
-    return Response(path.read_bytes(), media_type=kind, headers=HEADERS)
 
 
 def state(observation: Observation, model: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Observer:
         self, name: str, own: Callable[[], dict[str, Any]], ask: AskCluster | None
     ) -> None:
         self.name = name
-        self._own = own
+        self.own = own
         self._ask = ask
         self._last = Observation()
         self._heard: dict[str, tuple[float, dict[str, Any]]] = {}  # stats of each, and when
@@ -74,12 +74,12 @@ class Observer:
             if self._ask is not None and loop.time() - self._last.at_s >= LOOK_INTERVAL_S:
                 self._last = await self._refresh(self._ask, loop)
         last = self._last
-        return Observation(**{**vars(last), "fronts": {**last.fronts, self.name: self._own()}})
+        return Observation(**{**vars(last), "fronts": {**last.fronts, self.name: self.own()}})
 
     async def _refresh(self, ask: AskCluster, loop: asyncio.AbstractEventLoop) -> Observation:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                answer = await ask(self.name, self._own())
+                answer = await ask(self.name, self.own())
         except Exception as error:
             failed = self._last.num_failed_looks + 1
             logger.warning("the supervisor cannot be asked about the cluster: %r", error)

@@ -53,15 +53,19 @@ async function run(model, controller) {
 
 // Why each round of the answer was as long as it was.
 async function showRounds(id) {
-  const answer = await fetch(`/dashboard/rounds/${encodeURIComponent(id)}`);
+  const answer = await fetch(`/dashboard/rounds/${encodeURIComponent(id)}`, { headers: key() });
   if (answer.ok) at("answer-rounds").replaceChildren(...(await answer.json()).map(decisionRow));
+}
+
+function key() {
+  return at("key").value ? { authorization: `Bearer ${at("key").value}` } : {};
 }
 
 async function ask(model, signal) {
   const answer = await fetch("/v1/chat/completions", {
     method: "POST",
     signal,
-    headers: { "content-type": "application/json" },
+    headers: { "content-type": "application/json", ...key() },
     body: JSON.stringify({
       model: model || undefined,
       messages: [{ role: "user", content: at("prompt").value }],

@@ -15,14 +15,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import live_page
+from cluster import watch_routes
 from tests.http.browser import MISSING, Browser
 from tests.http.served import ServeProcess
 from tests.http.test_whole_cluster import read, read_all, requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
-GRAFANA = json.loads((live_page.FOLDER / "grafana.json").read_text(encoding="utf-8"))
+GRAFANA = json.loads((watch_routes.FOLDER / "grafana.json").read_text(encoding="utf-8"))
 QUERIES = [target["expr"] for panel in GRAFANA["panels"] for target in panel["targets"]]
 NUM_PLACES = 4
 
@@ -265,7 +265,7 @@ def test_a_prompt_is_tried_with_the_keyboard_alone_and_its_tokens_are_coloured(c
 
 
 def test_the_page_loads_nothing_from_elsewhere():
-    for path in live_page.FOLDER.iterdir():
+    for path in watch_routes.FOLDER.iterdir():
         if path.suffix in (".html", ".css", ".js"):
             text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in text and "https://" not in text, path.name
@@ -275,7 +275,8 @@ def test_the_page_loads_nothing_from_elsewhere():
 def test_its_files_are_served_and_no_others(cluster, name):
     answer = httpx.get(f"{root(cluster)}/dashboard/{name}")
     assert (
-        answer.status_code == 200 and answer.content == Path(live_page.FOLDER / name).read_bytes()
+        answer.status_code == 200
+        and answer.content == Path(watch_routes.FOLDER / name).read_bytes()
     )
     assert "default-src 'self'" in answer.headers["content-security-policy"]
     for stray in ("nothing.js", "..%2Fapp.py", ".%2e/app.py"):
