@@ -16,7 +16,9 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module", params=["zmq", "actor"])
 def cluster(request: pytest.FixtureRequest, start_cluster: Any, make_config: Any) -> Any:
-    return start_cluster(make_config(2, 2, link={"kind": request.param}))
+    return start_cluster(
+        make_config(2, 2, link={"kind": request.param}, policy={"explain_rounds": 4})
+    )
 
 
 def test_a_stream_is_the_targets_own_with_blocks_accepted(
@@ -102,9 +104,10 @@ def test_budgets_of_the_allocator_steer_the_rounds_and_can_be_explained(
     client = open_client(cluster)
     client.submit("explained", PROMPT, 300)
     client.finish("explained")
-    rounds = cluster.call("target-0", "explain", client.full("explained"))
-    assert rounds
-    assert {"survivals", "min_survival", "max_draft_tokens", "cut_by"} <= set(rounds[-1])
+    found = cluster.call("target-0", "explain", client.full("explained"))
+    assert found["is_known"]
+    (log,) = found["logs"]
+    assert {"survivals", "min_survival", "max_draft_tokens", "cut_by"} <= set(log["rounds"][-1])
     stats = cluster.stats()
     assert stats["allocator"]["num_budgets"] > 0
     assert stats["target-0"]["num_budgets_refused"] == 0
