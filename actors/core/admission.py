@@ -133,6 +133,15 @@ class AdmissionDesk:
             return "prompt_ids is empty: send at least one token"
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._limits.vocab_size:
             return f"prompt_ids outside 0..{self._limits.vocab_size - 1}: use the model's tokenizer"
+        rules = message.sampling.rules
+        if rules is not None:
+            # One id outside would fail the whole step, with everybody in it.
+            changed = [*(i for i, _ in rules.logit_bias), *message.stop_token_ids]
+            if max(changed, default=0) >= self._limits.vocab_size:
+                return (
+                    f"logit_bias or stop tokens outside 0..{self._limits.vocab_size - 1}: "
+                    "use the model's tokenizer"
+                )
         return self._never_fits(worst_case_len(message))
 
     def cancel(self, request_id: str) -> None:

@@ -34,8 +34,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
         assert request.url.raw_path == b"/v1/requests/chatcmpl-1%2F/explain"
         return answers.pop()
 
-    def client(url: str) -> EndpointClient:
-        assert url == URL
+    def client(url: str, key_file: str | None) -> EndpointClient:
+        assert url == URL and key_file is None
         return EndpointClient(url, httpx.MockTransport(handle))
 
     monkeypatch.setattr(command, "EndpointClient", client)

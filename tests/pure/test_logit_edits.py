@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.core.layout import DraftTokens, SpecialRow, StepPlan
@@ -104,6 +104,7 @@ row = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_every_position_is_judged_as_if_the_drafts_before_it_were_output(
     rows: list[Row], seed: int
@@ -121,6 +122,7 @@ def test_every_position_is_judged_as_if_the_drafts_before_it_were_output(
     np.testing.assert_allclose(applied(logits, plan), wanted, rtol=1e-6)
 
 
+@settings(deadline=None)
 @given(row=row, seed=st.integers(0, 9))
 def test_a_position_is_changed_alike_as_a_draft_and_as_a_committed_token(
     row: Row, seed: int

@@ -11,6 +11,7 @@ from actors.core.logit_rules import LogitRules, LogprobsOrder, TokenLogprobs
 from actors.core.messages import AbortRequest
 from actors.core.sampling import SamplingParams
 from tests.pure.rank_harness import ScriptedTarget, Session, admitted, make_rank
+from tests.pure.scripted_drafter import VOCAB
 
 ASKS = SamplingParams(temperature=0.0, logprobs=LogprobsOrder(1))
 GUIDED = SamplingParams(temperature=0.0, rules=LogitRules(grammar="x"))
@@ -91,3 +92,16 @@ def test_a_request_aborted_in_the_step_that_fails_it_ends_once() -> None:
     session.deliver(session.rank.apply(plan, result, session.now, 0.01))
     assert session.streams["bad"].reason == "abort"
     assert session.rank.counters.num_failed == 0 and session.rank.check_idle() == []
+
+
+@pytest.mark.parametrize("bias", [VOCAB - 1, VOCAB])
+def test_an_id_outside_the_vocabulary_is_refused_before_it_can_fail_a_step(bias: int) -> None:
+    sampling = SamplingParams(temperature=0.0, rules=LogitRules(logit_bias=((bias, 1.0),)))
+    session = session_of()
+    session.submit(replace(admitted("a", [3, 1], 2), sampling=sampling))
+    if bias < VOCAB:
+        assert session.step() is not None
+        return
+    last = session.streams["a"].last
+    assert last is not None and "logit_bias" in last.error
+    assert session.rank.check_idle() == []

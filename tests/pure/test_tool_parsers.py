@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.tool_parsers import PARSERS, Call, Found, HermesParser
@@ -90,6 +90,7 @@ fragments = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(fragments, max_size=6),
     cuts=st.lists(st.integers(0, 400), max_size=8),

@@ -15,6 +15,7 @@ def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
     )
     broken = ModuleType(f"{module.__name__}_mutant")
     sys.modules[broken.__name__] = broken  # dataclasses look their module up
+    broken.__file__ = module.__file__
     exec(
         compile(source.replace(old, new), f"<mutant of {module.__name__}>", "exec"), broken.__dict__
     )
