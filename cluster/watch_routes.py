@@ -73,7 +73,7 @@ def add_routes(
             authorise(request)
             return JSONResponse(live_page.rounds_of(await explain(response_id, ask_ranks)))
         except ApiError as error:
-            return JSONResponse(error.body, error.status)
+            return JSONResponse(error.body, error.status, error.headers)
 
     @app.get("/dashboard/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:

@@ -31,6 +31,7 @@ async def test_with_keys_every_endpoint_of_the_api_needs_one(launch):
             ("GET", "/v1/models"),
             ("GET", f"/v1/models/{MODEL}"),
             ("GET", "/v1/requests/chatcmpl-1/explain"),
+            ("GET", "/dashboard/rounds/chatcmpl-1"),
         ):
             for headers in ({}, {"authorization": "Bearer sk-other"}):
                 answer = await server.client.request(method, path, headers=headers, json=CHAT)
@@ -40,7 +41,7 @@ async def test_with_keys_every_endpoint_of_the_api_needs_one(launch):
         assert not server.ranks[0].reserves
         assert (await server.client.get("/health")).status_code == 200
         metrics = (await server.client.get("/metrics")).text
-    assert "dspark:unknown_keys_total 14" in metrics
+    assert 'dspark:unknown_keys_total{ingress="ingress-0"} 16.0' in metrics
 
 
 async def test_the_openai_client_with_its_key_is_served_and_counted_by_name(launch):
@@ -53,7 +54,7 @@ async def test_the_openai_client_with_its_key_is_served_and_counted_by_name(laun
         with pytest.raises(openai.AuthenticationError):
             await stranger.chat.completions.create(model=MODEL, messages=MESSAGES)
         metrics = (await server.client.get("/metrics")).text
-    assert 'dspark:key_requests_total{key="alice"} 1' in metrics
+    assert 'dspark:key_requests_total{ingress="ingress-0",key="alice"} 1.0' in metrics
 
 
 async def test_a_key_has_its_rate_and_its_share(launch):

@@ -103,6 +103,8 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
             "dispatch": vars(DispatchCounters()),
             "num_streams": 0,
             "streams": [],
+            "keys": {},
+            "num_unknown_keys": 0,
         }
 
     async def ask(name: str, own: dict[str, Any]) -> dict[str, Any]:
