@@ -9,6 +9,7 @@ import torch
 
 from actors.engine.target_engine import load_engine
 from actors.engine.trial import TrialSequences
+from configs.machine import multiplies_bfloat16
 from configs.schema import ClusterConfig
 from tests.torch_cpu.oracle_models import expected
 
@@ -24,7 +25,13 @@ def config(dtype: str) -> ClusterConfig:
     return ClusterConfig.model_validate({"model": {"dtype": dtype}})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+SLOW_BFLOAT16 = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this CPU does not multiply bfloat16: minutes of plain loops"
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=SLOW_BFLOAT16), "float32"])
 def test_its_rows_are_bitwise_independent_of_the_batch(dtype: str) -> None:
     engine = load_engine(config(dtype), (2, 28), progress=False)
     assert (engine.spec.num_layers, engine.spec.vocab_size) == (30, 49152)
