@@ -58,7 +58,11 @@ def trace_of(traced: tuple[ServeProcess, Collector], **more: Any) -> tuple[list[
         generate = names.get("dspark.generate")
         num_rounds = generate.attributes["dspark.num_rounds"] if generate else None
         rounds = [s for s in collector.of_trace(trace_id) if s.name == "dspark.round"]
-        return f"text_completion {MODEL}" in names and len(rounds) == num_rounds
+        # The drafter exports on its own: its spans of the last rounds may come after the root.
+        drafted = {r.span_id for r in rounds if r.attributes["dspark.num_proposed"]}
+        drafts = {s.parent_id for s in collector.of_trace(trace_id) if s.name == "dspark.draft"}
+        is_complete = len(rounds) == num_rounds and drafted <= drafts
+        return f"text_completion {MODEL}" in names and is_complete
 
     until(is_whole)
     return collector.of_trace(trace_id), answer
