@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import CommitBatch
 from tests.pure.rank_harness import (
+    ScriptedTarget,
     Session,
     admitted,
     make_rank,
@@ -177,3 +179,39 @@ def test_the_same_drafters_again_void_nothing() -> None:
     session.rank.on_message(proposal_for(session, commit), session.now)
     plan = session.rank.plan_step(session.now)
     assert plan is not None and plan.verify_len.tolist() == [3]
+
+
+class WithoutTaps(ScriptedTarget):
+    """A target that taps no layer, as beside a drafter that only reads tokens."""
+
+    def step(self, plan: StepPlan) -> StepResult:
+        return replace(super().step(plan), features=None)
+
+
+class Listener:
+    """Takes commits, keeps the tokens of one request, never drafts."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.widths: set[int] = set()
+
+    def advance(self, batch: CommitBatch) -> None:
+        assert len(batch.features) == len(batch.token_ids) == batch.cu_feature_len[-1]
+        self.widths.add(batch.features.shape[1])
+        self.tokens += batch.token_ids.tolist()
+
+    def close(self, request_ids: tuple[str, ...]) -> None: ...
+
+
+def test_a_drafter_that_only_reads_tokens_is_fed_without_features() -> None:
+    rank = make_rank(max_wait_s=0.0)
+    listener = Listener()
+    session = Session(rank, target=WithoutTaps(rank), drafter=listener)
+    session.submit(admitted("a", [1, 2, 3], 5))
+    session.run()
+    text, _ = oracle([1, 2, 3], 5)
+    assert session.streams["a"].tokens == text
+    assert listener.widths == {0}
+    # The last tokens need no draft any more, so the drafter never hears of them.
+    assert listener.tokens == [1, 2, 3, *text][: len(listener.tokens)]
+    assert len(listener.tokens) > 3
