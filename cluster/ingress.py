@@ -269,6 +269,7 @@ def _guarded(
 
     async def answer(request: Request) -> Response:
         try:
+            front.access.check_origin(request.headers.get("origin"), request.headers.get("host"))
             response = await handler(request)
         except ApiError as error:
             response = _error_response(error)

@@ -175,10 +175,10 @@ class Intake:
         known, ranks = self.limits.classes, self.limits.ranks
         if options.service_class is not None and options.service_class not in known:
             remedy = f"known: {', '.join(known)}" if known else "no classes are configured"
-            raise bad_request("dspark.class", options.service_class, f"{remedy}; or leave it out")
+            raise bad_request("dspark.class", options.service_class, f"{remedy}; leave it out")
         if options.rank is not None and options.rank not in ranks:
             remedy = f"known: {', '.join(ranks)}" if ranks else "ingress.allow_rank_hint is off"
-            raise bad_request("dspark.rank", options.rank, f"{remedy}; or leave it out")
+            raise bad_request("dspark.rank", options.rank, f"{remedy}; leave it out")
 
     def _check_total(self, request: GenerationRequest, num_tokens: int) -> None:
         if num_tokens > self.limits.max_request_tokens:
@@ -228,10 +228,13 @@ class Intake:
         room = self.limits.max_model_len - prompt_len
         if room < (wanted or 1):
             asked = f" and {wanted} output tokens" if wanted else ""
+            remedy = f"shorten {field}"
+            if room > 0:
+                remedy += f" or ask for at most {room} output tokens"
             raise ApiError(
                 400,
                 f"this model's context holds {self.limits.max_model_len} tokens; {prompt_len} prompt tokens"
-                f"{asked} do not fit; shorten {field} or ask for at most {max(room, 0)} output tokens",
+                f"{asked} do not fit; {remedy}",
                 param=field,
                 code="context_length_exceeded",
             )

@@ -29,7 +29,7 @@ from actors.shell import Seat
 from actors.target import TargetActor
 from cluster.app import IngressStartError
 from cluster.parts import ModelNotFoundError, Parts
-from cluster.placement import Placement, Slot, plan_placement, thread_environment
+from cluster.placement import Placement, Slot, no_room, plan_placement, thread_environment
 from cluster.ray_session import RaySession, RaySessionError, log_folder
 from cluster.supervisor import HANG_AFTER_S, Supervisor
 from configs.schema import ClusterConfig
@@ -165,16 +165,13 @@ def _reserve(placement: Placement) -> None:
     assert _running is not None
     group: PlacementGroup = placement_group(list(placement.bundles), strategy="PACK", name="dspark")
     _running.placement_group = group
+    # One machine of our own will not grow: what it lacks now it lacks for good.
+    lacks_gpus = ray.cluster_resources().get("GPU", 0) < placement.num_gpus
+    is_hopeless = _running.session.is_local and lacks_gpus
     try:
-        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+        ray.get(group.ready(), timeout=0 if is_hopeless else PLACEMENT_TIMEOUT_S)
     except GetTimeoutError:
-        have = ray.cluster_resources()
-        raise LaunchError(
-            f"no room for {len(placement.bundles)} ranks with their drafters: they reserve "
-            f"{placement.num_cpus:g} CPUs and {placement.num_gpus:g} GPUs, Ray has "
-            f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g}; lower target.num_ranks, "
-            "target.num_cpus or drafter.num_cpus, or add machines"
-        ) from None
+        raise LaunchError(no_room(placement, ray.cluster_resources())) from None
 
 
 def _start_actors(config: ClusterConfig, placement: Placement, host: str | None) -> None:

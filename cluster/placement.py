@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
@@ -87,3 +88,19 @@ def plan_threads(config: ClusterConfig, cores_per_node: int, num_nodes: int = 1)
 def thread_environment(num_threads: int) -> dict[str, str]:
     """Environment of a process that computes with so many threads; to be set before torch is imported."""
     return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": str(OMP_SPIN_COUNT)}
+
+
+def no_room(placement: Placement, have: Mapping[str, float]) -> str:
+    """Why a placement does not fit what Ray has, and what to change; missing GPUs are named first."""
+    gpus = have.get("GPU", 0)
+    remedy = "lower target.num_ranks, target.num_cpus or drafter.num_cpus, or add machines"
+    if gpus < placement.num_gpus:
+        remedy = (
+            "serve on the CPU (--config laptop-cpu), lower target.num_gpus and drafter.num_gpus, "
+            "or add GPUs"
+        )
+    return (
+        f"no room for {len(placement.bundles)} ranks with their drafters: they reserve "
+        f"{placement.num_cpus:g} CPUs and {placement.num_gpus:g} GPUs, "
+        f"Ray has {have.get('CPU', 0):g} and {gpus:g}; {remedy}"
+    )

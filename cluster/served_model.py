@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
+from cluster.api_errors import ApiError
 from cluster.api_keys import KeyRing
 from cluster.text import TextCodec
 
@@ -42,3 +44,18 @@ class Access:
     keys: KeyRing = field(default_factory=KeyRing)
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+
+    def check_origin(self, origin: str | None, host: str | None) -> None:
+        """Refuse a page of another site: a browser sends some of its requests without asking first (CORS).
+
+        Raises:
+            ApiError: 403, naming the origin and the setting that lets it in.
+        """
+        if origin is None or origin in self.cors_origins or "*" in self.cors_origins:
+            return
+        if urlsplit(origin).netloc != host:
+            raise ApiError(
+                403,
+                f"pages of {origin} may not call this endpoint; its operator can name them in ingress.cors_origins",
+                code="origin_not_allowed",
+            )

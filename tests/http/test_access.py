@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 
 import openai
@@ -94,8 +95,17 @@ async def test_browsers_of_other_origins_are_let_in_only_where_configured(launch
     async with launch() as server:
         answer = await server.client.options(CHAT_PATH, headers=asks)
         assert "access-control-allow-origin" not in answer.headers
-        answer = await server.client.post(CHAT_PATH, json=CHAT, headers={"origin": asks["origin"]})
-        assert "access-control-allow-origin" not in answer.headers
+        for content_type in (
+            "application/json",
+            "text/plain",
+        ):  # the second one no browser asks about
+            headers = {"origin": asks["origin"], "content-type": content_type}
+            answer = await server.client.post(CHAT_PATH, content=json.dumps(CHAT), headers=headers)
+            assert answer.status_code == 403
+            assert "ingress.cors_origins" in answer.json()["error"]["message"]
+        assert not server.ranks[0].reserves
+        own = {"origin": server.url}
+        assert (await server.client.post(CHAT_PATH, json=CHAT, headers=own)).status_code == 200
     async with launch(access=Access(cors_origins=("https://page.example",))) as server:
         answer = await server.client.options(CHAT_PATH, headers=asks)
         assert answer.headers["access-control-allow-origin"] == asks["origin"]

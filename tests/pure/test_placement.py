@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.placement import plan_placement, plan_threads
+from cluster.placement import no_room, plan_placement, plan_threads
 from configs.schema import ClusterConfig
 
 
@@ -76,3 +76,11 @@ def test_neighbouring_ranks_make_a_group() -> None:
     groups = plan_placement(config(4, 1, group_size=2), 8).groups
     assert groups == (("target-0", "target-1"), ("target-2", "target-3"))
     assert plan_placement(config(4, 1), 8).groups == ()
+
+
+def test_what_is_short_is_what_the_remedy_names() -> None:
+    gpu = ClusterConfig.model_validate(
+        {"target": {"num_gpus": 0.7}, "drafter": {"num_gpus": 0.3}, "model": {"device": "cuda"}}
+    )
+    assert "--config laptop-cpu" in no_room(plan_placement(gpu, 4), {"CPU": 8.0})
+    assert "target.num_cpus" in no_room(plan_placement(gpu, 4), {"CPU": 0.5, "GPU": 1.0})
