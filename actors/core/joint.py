@@ -182,9 +182,11 @@ def _best_point(
     caps = np.clip(times.most_drafts(levels), 0, slots.num[:, None])  # [n, G]
     counts = slots.cumulative.astype(np.float32)
     ones = np.ones(len(counts), np.float32)
-    open_slots = np.stack(
-        [ones @ np.minimum(counts, cap[:, None]) for cap in caps.T.astype(np.float32)]
-    )
+    open_slots = np.empty((len(levels), counts.shape[1]), np.float32)
+    # One array for all levels: fresh memory costs more than what is computed in it.
+    opened = np.empty_like(counts)
+    for at, cap in enumerate(caps.T.astype(np.float32)):
+        np.dot(ones, np.minimum(counts, cap[:, None], out=opened), out=open_slots[at])
     per_bin = np.diff(open_slots.astype(np.float64), axis=1, prepend=0.0)  # [G, bins]
     # A cut in a bin takes 0, 1/4, 2/4 or 3/4 of it; the cut after the last bin takes everything.
     part = np.arange(SUBDIVISIONS) / SUBDIVISIONS
