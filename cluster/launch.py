@@ -143,6 +143,9 @@ def shutdown() -> None:
     running, _running = _running, None
     if running is None:
         return
+    if not ray.is_initialized():  # it never came up, and any call below would start one
+        running.session.close()
+        return
     running.session.remember_processes()
     if running.ingress_started:
         with _survive("ingress"):
