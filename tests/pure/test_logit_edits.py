@@ -159,7 +159,7 @@ def test_a_rank_hands_the_engine_what_special_rows_need(gamma: int) -> None:
     asks = SamplingParams(temperature=0.0, rules=LogitRules(min_tokens=5))
     messages: list[AdmittedRequest] = [
         admitted("plain", [5, 6], 9),
-        replace(admitted("asks", [1, 2, 3] * 4, 9, stops=(95,), num_prior=2), sampling=asks),
+        replace(admitted("asks", [1, 2, 3] * 4, 9, stops=(45,), num_prior=2), sampling=asks),
     ]
     for message in messages:
         session.submit(message)
@@ -168,7 +168,7 @@ def test_a_rank_hands_the_engine_what_special_rows_need(gamma: int) -> None:
     for plan in session.target.plans:
         for special in plan.special:
             assert plan.request_ids[special.row] == special.request_id == "asks"
-            assert plan.samples[special.row] and special.stop_token_ids == (95,)
+            assert plan.samples[special.row] and special.stop_token_ids == (45,)
             anchor = plan.token_ids[
                 plan.cu_query_len[special.row + 1] - plan.verify_len[special.row] - 1
             ]
