@@ -1,4 +1,6 @@
-"""How long a joint plan takes: `python -m tests.pure.planning_benchmark` prints a table, as JSON on its last line.
+"""How long a joint plan takes: a table, as JSON on its last line.
+
+`OMP_NUM_THREADS=1 python -m tests.pure.planning_benchmark`: with more, a second BLAS thread's waiting counts as work.
 
 Everything from lagged survivals and the learned model to one budget a rank is counted. Processor time, so that a busy
 machine does not show.
