@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +46,12 @@ def served(dspark: Path, config: str, settings: list[str]) -> Iterator[str]:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
             assert child.stdout is not None
-            watch = time.monotonic() + START_TIMEOUT_S
-            line = (
-                child.stdout.readline()
-            )  # one JSON object once it is ready; end of file if it dies
-            if not line or time.monotonic() > watch:
+            # One JSON object once it is ready; end of file if it dies.
+            is_there, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
+            if not is_there:
+                raise ServerError(f"the cluster was not ready within {START_TIMEOUT_S:g} s")
+            line = child.stdout.readline()
+            if not line:
                 raise ServerError("the cluster did not start; its own message stands above")
             yield str(json.loads(line)["endpoint"]).removesuffix("/v1")
         finally:
