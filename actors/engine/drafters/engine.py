@@ -12,16 +12,15 @@ from torch import Tensor
 
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.core.sampling import SamplingBatch
-from actors.engine.base import DrafterSpec
 from actors.engine.drafters.block import BlockDrafter, DraftedBlock
 from actors.engine.drafters.confidence import OnlineConfidence, peak_bins
-from actors.engine.drafters.context import ContextStore
+from actors.engine.drafters.context import Append, ContextStore
+from actors.engine.drafters.context_engine import ContextEngine
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.packed_backbone import PackedBackbone, PaddedContext
 from actors.engine.drafters.paged_drafts import PagedDrafts
 from actors.engine.drafters.protocol import (
     DrafterOptions,
-    commit_features,
     drafter_spec,
     proposal_batch,
 )
@@ -33,10 +32,8 @@ log = logging.getLogger(__name__)
 Int64 = npt.NDArray[np.int64]
 
 
-class DSparkEngine:
+class DSparkEngine(ContextEngine):
     """Implements `DrafterEngine` (actors.engine.base) for a DSpark checkpoint."""
-
-    spec: DrafterSpec
 
     def __init__(
         self, model: DSparkModel, temperatures: Tensor, options: DrafterOptions, identity: str
@@ -48,7 +45,7 @@ class DSparkEngine:
         config = model.config
         self.spec = drafter_spec(config, options, identity)
         gamma = self.spec.gamma
-        self.online = OnlineConfidence(gamma)  # used where there is no confidence head
+        self.online = OnlineConfidence(gamma)
         self.device = torch.device(options.device)
         self.model = PackedBackbone(model, options.dtype, self.device)
         self.drafter = BlockDrafter(
@@ -77,30 +74,13 @@ class DSparkEngine:
         Raises ValueError when the features are not `feature_dim` wide.
         """
         started = time.perf_counter()
-        features = commit_features(batch, self.spec)
-        rows = self.context.rows_of(batch.request_ids)
-        generations = batch.generations.astype(np.int64)
-        fresh = self.context.accept(rows, generations, batch.committed_lens.astype(np.int64))
-        self.online.learn(batch, np.flatnonzero(fresh))
-        self._append(batch, features, rows, np.flatnonzero(fresh))
-        # A block needs the context up to its anchor; an entry with features missing gets none.
-        whole = self.context.lengths[rows] == batch.committed_lens - 1
-        wanted = np.flatnonzero(fresh & batch.wants_block & whole)
+        features, rows, place, can_draft = self.take(batch)
+        self._append(place, features)
+        wanted = np.flatnonzero(can_draft)
         return self._draft(batch, rows[wanted], wanted, started) if len(wanted) else None
 
-    def close(self, request_ids: tuple[str, ...]) -> None:
-        """Forget these requests; unknown ids are fine."""
-        self.context.close(request_ids)
-        self.online.close(request_ids)
-
-    def open_requests(self) -> tuple[str, ...]:
-        """Ids whose context is held."""
-        return self.context.request_ids
-
-    def _append(self, batch: CommitBatch, features: Tensor, rows: Int64, fresh: Int64) -> None:
+    def _append(self, place: Append, features: Tensor) -> None:
         """Write the K/V of the context tokens that are new, in every layer."""
-        first, cu_len = batch.first_positions.astype(np.int64), batch.cu_feature_len
-        place = self.context.plan_append(rows, first, cu_len.astype(np.int64), fresh)
         if not len(place.feature_rows):
             return
         if len(place.feature_rows) < len(features):

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from actors.core.messages import CommitBatch, ProposalBatch
-from actors.engine.base import DrafterSpec
 from actors.engine.drafters.confidence import OnlineConfidence, peak_bins
 from actors.engine.drafters.context import Append, ContextStore
+from actors.engine.drafters.context_engine import ContextEngine
 from actors.engine.drafters.model import peak
 from actors.engine.drafters.pairs import PairContext, PairModel
 from actors.engine.drafters.protocol import (
     DrafterOptions,
-    commit_features,
     drafter_spec,
     next_token_ids,
     proposal_batch,
@@ -30,14 +29,12 @@ from kernels.slot_sample import SlotSampler
 Int64 = npt.NDArray[np.int64]
 
 
-class PairEngine:
+class PairEngine(ContextEngine):
     """Implements `DrafterEngine` (actors.engine.base) for a drafter over pairs.
 
     The context of a request holds the pairs of its committed tokens, each from a feature the target computed and the
     token after it; a chain's own guesses live in its `PairContext` alone and are gone with it.
     """
-
-    spec: DrafterSpec
 
     def __init__(self, model: PairModel, options: DrafterOptions, identity: str) -> None:
         """Pack a copy of `model`. Raises CheckpointError when `options.gamma` is not in 1..block_size."""
@@ -57,34 +54,17 @@ class PairEngine:
         Raises ValueError when the features are not `feature_dim` wide.
         """
         started = time.perf_counter()
-        features = commit_features(batch, self.spec)
-        rows = self.context.rows_of(batch.request_ids)
-        generations = batch.generations.astype(np.int64)
-        fresh = self.context.accept(rows, generations, batch.committed_lens.astype(np.int64))
-        self.online.learn(batch, np.flatnonzero(fresh))
-        first, cu_len = batch.first_positions.astype(np.int64), batch.cu_feature_len
-        place = self.context.plan_append(
-            rows, first, cu_len.astype(np.int64), np.flatnonzero(fresh)
-        )
+        features, rows, place, can_draft = self.take(batch)
         self._append(place, features, next_token_ids(batch))
         # A chain starts at the pair before the anchor: its feature must be in this very message.
-        whole = self.context.lengths[rows] == batch.committed_lens - 1
-        wanted = np.flatnonzero(fresh & batch.wants_block & whole & (np.diff(cu_len) > 0))
+        cu_len = batch.cu_feature_len
+        wanted = np.flatnonzero(can_draft & (np.diff(cu_len) > 0))
         if not len(wanted):
             return None
         last = features[torch.from_numpy(cu_len[1:][wanted].astype(np.int64) - 1)]
         block, peaks = self._draft(batch, rows[wanted], wanted, last)
         confidences = self.online.propose(batch, wanted, peak_bins(peaks.cpu().numpy()))
         return proposal_batch(self.spec, batch, wanted, block, confidences, started)
-
-    def close(self, request_ids: tuple[str, ...]) -> None:
-        """Forget these requests; unknown ids are fine."""
-        self.context.close(request_ids)
-        self.online.close(request_ids)
-
-    def open_requests(self) -> tuple[str, ...]:
-        """Ids whose context is held."""
-        return self.context.request_ids
 
     def _append(self, place: Append, features: Tensor, next_ids: npt.NDArray[np.int32]) -> None:
         """Write the K/V of the pairs that are new."""
