@@ -37,6 +37,7 @@ from actors.engine.training.runs import (
     restore,
 )
 from actors.engine.weights import CheckpointError, embedding_tables, read_config
+from configs.machine import multiplies_bfloat16
 
 TAPS = (2, 10, 18, 24, 28)
 DRAFT_VOCAB_SIZE = 8192
@@ -57,10 +58,11 @@ def make_prompts(paths: Paths, _args: argparse.Namespace) -> dict[str, Any]:
 
 def generate(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Let the target answer the prompts of one split, with features."""
-    plan = onpolicy.GenerationPlan(worker=args.worker, num_workers=args.workers)
+    plan = onpolicy.GenerationPlan(args.rows, worker=args.worker, num_workers=args.workers)
     if args.split == "held_out":
         plan = replace(plan, max_prompt_len=HELD_OUT_PROMPT_LEN)
-    target = FrozenTarget(paths.target, tuple(args.taps), torch.bfloat16, plan.max_len)
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    target = FrozenTarget(paths.target, tuple(args.taps), dtype, plan.max_len)
     out = onpolicy.ShardWriter(paths.shards(args.split), args.worker)
     eos = int(read_config(paths.target)["eos_token_id"])
     writer = onpolicy.OnPolicyWriter(target, onpolicy.ChatText(paths.target), plan, eos, out)
@@ -170,6 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", type=Path, help="target directory (default: SmolLM2-135M)")
     parser.add_argument("--split", choices=("train", "held_out"), default="train")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write")
+    parser.add_argument("--rows", type=int, default=48, help="answers written at once")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

@@ -25,6 +25,7 @@ from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.prompts import Prompt
 
 SHARD_RECORDS = 64
+STORED = torch.bfloat16  # of features in shards, whatever they were computed in
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class OnPolicyWriter:
         rows, length, width = plan.num_rows, plan.max_len, target.hidden_size
         self.kv = target.new_rows(rows)
         taps = len(target.tap_layer_ids)
-        self.taps = torch.zeros((rows, length, taps, width), dtype=target.dtype)
-        self.hidden = torch.zeros((rows, length, width), dtype=target.dtype)
+        self.taps = torch.zeros((rows, length, taps, width), dtype=STORED)
+        self.hidden = torch.zeros((rows, length, width), dtype=STORED)
         self.rows: list[_Row | None] = [None] * rows
         self.cursor = torch.zeros(rows, dtype=torch.long)  # tokens whose features are known
         self.current = torch.zeros(rows, dtype=torch.long)
@@ -185,8 +186,8 @@ class OnPolicyWriter:
         """Advance every row by one token; return how many answer tokens finished rows held."""
         out = self.target.forward(self.current[:, None], self.cursor, self.kv, 0)
         everyone = torch.arange(self.plan.num_rows)
-        self.taps[everyone, self.cursor] = out.taps[:, 0]
-        self.hidden[everyone, self.cursor] = out.hidden[:, 0]
+        self.taps[everyone, self.cursor] = out.taps[:, 0].to(STORED)
+        self.hidden[everyone, self.cursor] = out.hidden[:, 0].to(STORED)
         tokens, lses = self._sample(out.hidden[:, 0], self.temperature)
         finished = 0
         for index, (row, token, lse) in enumerate(
