@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.layers import strict_context_mask
+from actors.engine.drafters.model import BlockInputs
+from tests.torch_cpu.tiny_drafters import every_config, random_model
 
 
 def model(num_layers: int = 2) -> DSparkModel:
@@ -107,3 +110,26 @@ def test_the_confidence_of_a_slot_does_not_depend_on_its_own_token() -> None:
     previous[3] = 9  # the token drafted in slot 2
     moved = drafter.confidence_logits(hidden, drafter.markov_embedding(previous))
     assert (base != moved).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("name", list(every_config()))
+@pytest.mark.parametrize("gamma", [1, 5])
+def test_kept_slots_are_those_of_whole_blocks(name: str, gamma: int) -> None:
+    model = random_model(every_config(block_size=gamma)[name])
+    gamma = model.config.block_size
+    torch.manual_seed(2)
+    anchors = torch.tensor([[3, 9, 5], [2, 4, 6]])
+    inputs = BlockInputs(
+        torch.randn(2, 9, model.config.feature_dim),
+        torch.randint(0, 96, (2, 9)),
+        anchors,
+        torch.randint(0, 96, (2, 3)),
+    )
+    previous = torch.randint(0, 96, (2, 3, gamma))
+    kept = torch.randperm(6 * gamma)[: 3 * gamma].sort().values
+    hidden, codes, w2 = model.kept_slots(inputs, previous, kept)
+    whole = model.slots(inputs, previous)
+    torch.testing.assert_close(hidden, whole.flatten(0, 2)[kept])
+    all_codes, all_w2 = model.codes(whole, previous)
+    torch.testing.assert_close(codes, all_codes.flatten(0, 2)[kept])
+    assert torch.equal(w2, all_w2)

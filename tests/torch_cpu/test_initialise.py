@@ -19,10 +19,12 @@ from actors.engine.training.initialise import (
     Shape,
     choose_draft_ids,
     config_for_target,
+    grow,
     initialise_from_target,
 )
 from actors.engine.weights import CheckpointError, embedding_tables
 from tests.torch_cpu.rank_engines import HIDDEN, LAYERS, VOCAB, write_tiny_llama
+from tests.torch_cpu.tiny_drafters import random_model, tiny_config
 
 TAPS = (0, 1)
 
@@ -126,3 +128,28 @@ def test_the_draft_vocabulary_is_what_occurs_most() -> None:
     counts = torch.zeros(20)
     counts[[3, 17, 5]] = torch.tensor([2.0, 9.0, 1.0])
     assert choose_draft_ids(counts, 5).tolist() == [0, 1, 3, 5, 17]
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
+def test_a_drafter_grows_to_longer_blocks_with_its_own_weights(target: Path, kind: str) -> None:
+    start = new(target, kind=kind, qk_norm=False)
+    grown = grow(start, 6, qk_norm=False)
+    assert (start.config.block_size, grown.config.block_size) == (3, 6)
+    assert torch.equal(grown.head, start.head)
+    for name, parameter in grown.named_parameters():
+        assert torch.equal(parameter, dict(start.named_parameters())[name]), name
+    with_norms = grow(start, 6, qk_norm=True)
+    attention = with_norms.get_submodule("layers.0.self_attn")
+    assert attention.get_submodule("q_norm").get_parameter("weight").std() == 0
+    assert with_norms.config.qk_norm
+    with pytest.raises(CheckpointError, match="tied_to_target"):
+        grow(random_model(tiny_config(tied_to_target=False)), 6, qk_norm=True)
+
+
+def test_a_drafter_of_part_of_the_vocabulary_keeps_it(target: Path) -> None:
+    config = config_for_target(target, Shape(taps=TAPS, gamma=3, draft_vocab_size=20))
+    ids = torch.randperm(VOCAB)[:20].sort().values
+    start = build(config, *embedding_tables(target, torch.float32), ids)
+    grown = grow(start, 4, qk_norm=True)
+    assert torch.equal(grown.draft_ids, ids)
+    assert torch.equal(grown.head, start.head)

@@ -15,7 +15,7 @@ from actors.engine.drafters.checkpoint import load_drafter, read_drafter_config
 from actors.engine.drafters.config import KINDS, Kind
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training.__main__ import main
-from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.dataset import Drawn, OnPolicyDataset
 from actors.engine.training.evaluate import Acceptance, draft_blocks, pooled, replay
 from actors.engine.training.loop import Trainer, TrainingOptions
 from actors.engine.training.losses import LossWeights, weights_for
@@ -75,8 +75,8 @@ def test_training_learns(tmp_path: Path, name: str) -> None:
     data = dataset(shards(tmp_path / "s"), name)
     # The text of these shards can be learned, their teacher is noise: hard labels only.
     loss = LossWeights(ce=1.0, tv=0.0, confidence=0.0)
-    own = trainer(name, data, 60, learning_rate=1e-2, loss=loss)
-    logs = [own.train_step() for _ in range(60)]
+    own = trainer(name, data, 100, learning_rate=1e-2, loss=loss)
+    logs = [own.train_step() for _ in range(100)]
     first, last = (np.mean([entry.ce for entry in part]) for part in (logs[:5], logs[-5:]))
     assert last < 0.8 * first
     assert len(logs[-1].agree) == own.model.config.block_size
@@ -88,7 +88,7 @@ def test_a_batch_holds_the_token_after_each_feature(tmp_path: Path) -> None:
     record = data.records[8]
     parts = data.read(record)
     where = np.array([record.prompt_len, record.length - 2])
-    batch = data.batch([(record, where)], GAMMA)
+    batch = data.batch([Drawn(record, where, np.ones((2, GAMMA), bool))])
     span = batch.features.shape[1]
     assert torch.equal(batch.next_ids[0], parts["ids"][1 : span + 1])
     assert batch.anchor_ids[0, 1] == batch.next_ids[0, where[1] - 1]

@@ -11,7 +11,8 @@ import torch
 
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
-from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.curves import plot_log
+from actors.engine.training.dataset import Drawn, OnPolicyDataset
 from actors.engine.training.evaluate import (
     Acceptance,
     Blocks,
@@ -20,8 +21,9 @@ from actors.engine.training.evaluate import (
     pooled,
     replay,
 )
-from actors.engine.training.loop import Trainer, TrainingOptions, plot_log
+from actors.engine.training.loop import Trainer, TrainingOptions
 from actors.engine.training.losses import LossWeights
+from actors.engine.training.validation import HeldOut
 from tests.torch_cpu.training_shards import VOCAB, WIDTH, shards
 
 GAMMA = 4
@@ -73,13 +75,12 @@ def test_a_batch_holds_the_right_labels_and_rows(tmp_path: Path) -> None:
     record = data.records[8]
     parts = data.read(record)
     where = np.array([record.prompt_len, record.length - 2])
-    batch = data.batch([(record, where)], GAMMA)
+    batch = data.batch([Drawn(record, where, np.ones((2, GAMMA), bool))])
     ids = parts["ids"]
     for i, anchor in enumerate(where):
         assert batch.anchor_ids[0, i] == ids[anchor]
         for k in range(GAMMA):
             valid = anchor + k + 1 < record.length
-            assert bool(batch.valid[0, i, k]) == valid
             if valid:
                 assert batch.labels[0, i, k] == ids[anchor + k + 1]
                 assert batch.previous[0, i, k] == ids[anchor + k]
@@ -93,10 +94,24 @@ def test_a_batch_holds_the_right_labels_and_rows(tmp_path: Path) -> None:
 def test_anchors_are_drawn_from_answers_only(tmp_path: Path) -> None:
     data = OnPolicyDataset(shards(tmp_path / "s"))
     for step in range(20):
-        for record, where in data.draw(np.random.default_rng(step), 4, 6):
+        for drawn in data.draw(np.random.default_rng(step), 4, 6, np.ones(GAMMA)):
+            record, where = drawn.record, drawn.anchors
             assert where.min() >= record.prompt_len
             assert where.max() <= record.length - 2
             assert len(set(where.tolist())) == len(where)
+            inside = where[:, None] + 1 + np.arange(GAMMA) < record.length
+            assert np.array_equal(drawn.kept, inside)
+
+
+def test_slots_are_kept_as_often_as_they_weigh(tmp_path: Path) -> None:
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    chances = LossWeights(decay=2.0).slots(GAMMA).double().numpy()
+    rng = np.random.default_rng(0)
+    drawn = [d for _ in range(200) for d in data.draw(rng, 4, 6, chances)]
+    far = [d.anchors + GAMMA < d.record.length for d in drawn]  # whole blocks
+    shares = np.concatenate([d.kept[whole] for d, whole in zip(drawn, far, strict=True)]).mean(0)
+    assert shares[0] == 1
+    assert shares.tolist() == pytest.approx(chances.tolist(), abs=0.03)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -125,6 +140,25 @@ def test_training_learns_and_logs(tmp_path: Path) -> None:
     assert [e["step"] for e in log] == list(range(1, 61))
     assert log[-1]["ce"] < log[0]["ce"] / 2
     assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_held_out_answers_are_measured_while_training(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = OnPolicyDataset(shards(tmp_path / "s"))
+    watched = HeldOut(OnPolicyDataset(shards(tmp_path / "h")), 2, bf16=False)
+    assert len(watched.records) == 4  # two of code, two of math
+    own = options(60, learning_rate=2e-2, validate_every=30)
+    trainer = Trainer(tiny_model(), data, own, watched)
+    before = watched.measure(trainer.model)
+    trainer.run(tmp_path / "run")
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    measured = {entry["step"]: entry["held_out"] for entry in log if entry["held_out"]}
+    assert list(measured) == [30, 60]
+    assert measured[60] == watched.measure(trainer.model)
+    assert measured[60]["acceptance_length"] > before["acceptance_length"] + 0.3
+    result, _ = evaluate(trainer.model, watched.data, (GAMMA,), per_domain=2, bf16=False)
+    for domain, tally in result.items():
+        assert measured[60]["by_domain"][domain] == pytest.approx(tally[GAMMA].length, abs=1e-4)
 
 
 def test_the_log_forgets_steps_that_will_be_repeated(tmp_path: Path) -> None:

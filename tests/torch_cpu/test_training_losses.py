@@ -30,7 +30,8 @@ def test_fused_loss_and_gradients_equal_autograd(
     head, rest, teacher = torch.randn(V, D), torch.randn(OUTSIDE, D), torch.randn(M, D)
     lse = torch.cat((teacher @ head.T, teacher @ rest.T), 1).logsumexp(-1)
     ids, slot = torch.randint(-1, V, (M,)), torch.rand(M)
-    fused = block_loss(hidden, rows, w2, head, Labels(ids, teacher, lse, slot), weights)
+    share = slot / slot.sum()
+    fused = block_loss(hidden, rows, w2, head, Labels(ids, teacher, lse, share), weights)
     fused.total.backward()
     ours = [t.grad for t in (hidden, rows, w2)]
 
@@ -41,7 +42,6 @@ def test_fused_loss_and_gradients_equal_autograd(
     ce = torch.where(ids >= 0, -log_p.gather(1, ids.clamp_min(0)[:, None])[:, 0], 0.0)
     tv = (p - t).abs().sum(-1) + 1 - t.sum(-1)
     distill = -(t * log_p).sum(-1)
-    share = slot / slot.sum()
     each = weights.ce * ce + weights.tv * tv + weights.distill * distill
     (each * share).sum().backward()
     torch.testing.assert_close(fused.total, (each * share).sum())
@@ -71,7 +71,9 @@ def test_confidence_learns_the_analytic_acceptance() -> None:
     logits = torch.zeros(2, requires_grad=True)
     accept = torch.tensor([0.25, 0.75])
     for _ in range(400):
-        (grad,) = torch.autograd.grad(confidence_loss(logits, accept, torch.ones(2)), logits)
+        (grad,) = torch.autograd.grad(
+            confidence_loss(logits, accept, torch.full((2,), 0.5)), logits
+        )
         logits = (logits - 10 * grad).detach().requires_grad_()
     torch.testing.assert_close(logits.sigmoid().detach(), accept, atol=1e-3, rtol=0)
 

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actors.engine.drafters.config import DSparkConfig
-from actors.engine.drafters.heads import HEADS, ConfidenceHead, MarkovHead, draft_left_to_right
+from actors.engine.drafters.heads import (
+    HEADS,
+    ConfidenceHead,
+    MarkovHead,
+    RnnHead,
+    draft_left_to_right,
+)
 from actors.engine.drafters.layers import MLP, Projections, RMSNorm, strict_context_mask
 from actors.engine.drafters.model import BlockInputs, DraftModel, GreedyBlocks, peak
 
@@ -19,29 +25,40 @@ from actors.engine.drafters.model import BlockInputs, DraftModel, GreedyBlocks, 
 class Attention(Projections):
     """Block queries over strict-prefix context keys and their own block, both directions."""
 
-    def forward(
-        self, x: Tensor, context: Tensor, tables: BlockTables, context_mask: Tensor
-    ) -> Tensor:
-        """x [B, N, g, d], already normalised; context [B, S, d]; mask [B, N, S], additive."""
-        b, n, g, _ = x.shape
+    def forward(self, slots: Slots, context: Context, tables: SlotTables) -> Tensor:
+        """Return [B, N, g, heads * hd], not yet projected; `slots` already normalised."""
+        q, own_k, own_v = self._own(slots, tables)
+        b, n, g = q.shape[:3]
         kv, group, hd = self.kv_heads, self.group, self.head_dim
-        q = self.queries(x, tables.cos, tables.sin)
         q = q.view(b, n, g, kv, group, hd).permute(0, 3, 1, 4, 2, 5)  # [B, kv, N, group, g, hd]
-        own_k, own_v = self.keys_values(x, tables.cos, tables.sin)
-        ctx_k, ctx_v = self.keys_values(context, tables.context_cos, tables.context_sin)
-        ctx_k, ctx_v = ctx_k.transpose(1, 2), ctx_v.transpose(1, 2)  # [B, kv, S, hd]
+        ctx_k, ctx_v = (
+            context.spread(t).transpose(1, 2)  # [B, kv, S, hd]
+            for t in self.keys_values(context.rows, context.cos, context.sin)
+        )
         own_k, own_v = (t.permute(0, 3, 1, 2, 4) for t in (own_k, own_v))  # [B, kv, N, g, hd]
         span = ctx_k.shape[2]
         to_context = q.reshape(b, kv, n * group * g, hd) @ ctx_k.transpose(2, 3)
-        to_context = to_context.view(b, kv, n, group * g, span) + context_mask[:, None, :, None]
+        to_context = to_context.view(b, kv, n, group * g, span) + context.mask[:, None, :, None]
         to_own = q.reshape(b, kv, n, group * g, hd) @ own_k.transpose(3, 4)
         scores = torch.cat((to_context, to_own), dim=-1).float() * hd**-0.5
         weights = scores.softmax(-1).to(own_v.dtype)
         mixed = weights[..., :span].reshape(b, kv, n * group * g, span) @ ctx_v
         mixed = mixed.view(b, kv, n, group * g, hd) + weights[..., span:] @ own_v
         mixed = mixed.view(b, kv, n, group, g, hd).permute(0, 2, 4, 1, 3, 5)
-        out: Tensor = self.o_proj(mixed.reshape(b, n, g, -1))
+        out: Tensor = mixed.reshape(b, n, g, -1)
         return out
+
+    def _own(self, slots: Slots, tables: SlotTables) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [B, N, g, heads, hd]; what is the same in many slots is projected once."""
+        made: list[tuple[Tensor, Tensor, Tensor]] = []
+        at = 0
+        for x, width in slots:
+            cos, sin = (t[:, :, at : at + width] for t in (tables.cos, tables.sin))
+            q, (k, v) = self.queries(x, cos, sin), self.keys_values(x, cos, sin)
+            made.append((q, k, v.expand(k.shape)))
+            at += width
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*made, strict=True))
+        return q, k, v
 
 
 class Layer(nn.Module):
@@ -55,21 +72,48 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, context: Tensor, tables: BlockTables, context_mask: Tensor
+        self, slots: Slots, context: Context, tables: SlotTables, kept: Tensor | None = None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, tables, context_mask)
+        """Return [B, N, g, d], or [M, d] of the slots with flat indices `kept` [M]."""
+        normed = [(self.input_layernorm(x), width) for x, width in slots]
+        mixed = self.self_attn(normed, context, tables)
+        b, n = mixed.shape[:2]
+        x = torch.cat([x.expand(b, n, width, -1) for x, width in slots], 2)
+        if kept is not None:
+            x, mixed = x.flatten(0, 2)[kept], mixed.flatten(0, 2)[kept]
+        x = x + self.self_attn.o_proj(mixed)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
-class BlockTables:
-    """Rotary tables of the slots of each block and of the context positions."""
+# Inputs of a layer side by side: x, which broadcasts to [B, N, width, d], and the slots it fills.
+Slots = list[tuple[Tensor, int]]
 
-    def __init__(self, cos: Tensor, sin: Tensor, anchors: Tensor, gamma: int, span: int) -> None:
-        """Gather from cos, sin [positions, hd] for anchors [B, N] and context 0..span-1."""
+
+class SlotTables:
+    """Rotary rows [B, N, g, 1, hd] of the slots of each block."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, anchors: Tensor, gamma: int) -> None:
+        """Gather from cos, sin [positions, hd] for anchors [B, N]."""
         slots = anchors[..., None] + torch.arange(gamma, device=anchors.device)
         self.cos, self.sin = cos[slots][..., None, :], sin[slots][..., None, :]
-        self.context_cos, self.context_sin = cos[:span, None], sin[:span, None]
+
+
+class Context:
+    """What blocks see of the text: one row a position that some anchor sees, of all sequences on end."""
+
+    def __init__(self, rows: Tensor, anchors: Tensor, known: Tensor, cos: Tensor, sin: Tensor):
+        """Take rows [R, d] of the positions `known` [B, S] bool, anchors [B, N], rotary tables [positions, hd]."""
+        self.rows, self.known = rows, known
+        positions = known.nonzero()[:, 1]
+        self.cos, self.sin = cos[positions][:, None], sin[positions][:, None]
+        self.mask = strict_context_mask(anchors, known.shape[1]).to(rows.dtype)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Return [B, S, ...] of rows [R, ...], zero where nothing is known."""
+        out = rows.new_zeros((*self.known.shape, *rows.shape[1:]))
+        out[self.known] = rows
+        return out
 
 
 class DSparkModel(DraftModel):
@@ -91,31 +135,35 @@ class DSparkModel(DraftModel):
             self.markov_head = HEADS[config.markov_head_type](config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
-    def block_ids(self, anchor_ids: Tensor) -> Tensor:
-        """Return [..., gamma]: the anchor in slot 0, the mask token elsewhere."""
-        ids = torch.full(
-            (*anchor_ids.shape, self.config.block_size),
-            self.config.mask_token_id,
-            device=anchor_ids.device,
-        )
-        ids[..., 0] = anchor_ids
-        return ids
+    def slot_ids(self, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids of slot 1 [B, N, 1], the anchors, and of all later slots [1, 1, 1], the mask token."""
+        mask = torch.tensor(self.config.mask_token_id, device=anchor_ids.device)
+        return anchor_ids[..., None], mask.view(1, 1, 1)
 
-    def backbone(self, features: Tensor, anchors: Tensor, anchor_ids: Tensor) -> Tensor:
-        """Return slot hiddens [B, N, gamma, d] after the final norm.
+    def backbone(
+        self,
+        features: Tensor,
+        anchors: Tensor,
+        anchor_ids: Tensor,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """Return slot hiddens [B, N, gamma, d] after the final norm, or of the slots `kept` [M] alone [M, d].
 
         `features` [B, S, taps * d] of positions 0..S-1; `anchors` [B, N] positions. A block sees
         features strictly before its anchor: the target has not processed the anchor yet.
         """
         span = features.shape[1]
-        context = self.hidden_norm(self.fc(features))
-        gamma = self.config.block_size
-        dtype = context.dtype
-        tables = BlockTables(self.cos.to(dtype), self.sin.to(dtype), anchors, gamma, span)
-        mask = strict_context_mask(anchors, span).to(dtype)
-        x = self.embed[self.block_ids(anchor_ids)].to(dtype)
-        for layer in self.layers:
-            x = layer(x, context, tables, mask)
+        known = torch.arange(span, device=anchors.device) < anchors.amax(1, keepdim=True)
+        rows = self.hidden_norm(self.fc(features[known]))
+        dtype, gamma = rows.dtype, self.config.block_size
+        cos, sin = self.cos.to(dtype), self.sin.to(dtype)
+        context = Context(rows, anchors, known, cos, sin)
+        tables = SlotTables(cos, sin, anchors, gamma)
+        anchor, mask = (self.embed[ids].to(dtype) for ids in self.slot_ids(anchor_ids))
+        slots = [(anchor, 1), (mask, gamma - 1)]
+        for layer in self.layers[:-1]:
+            slots = [(layer(slots, context, tables), gamma)]
+        x = self.layers[-1](slots, context, tables, kept)  # nothing attends to what it makes
         out: Tensor = self.norm(x)
         return out
 
@@ -123,6 +171,16 @@ class DSparkModel(DraftModel):
         """See `DraftModel`; the backbone is parallel, so nothing depends on `previous`."""
         del previous
         return self.backbone(inputs.features, inputs.anchors, inputs.anchor_ids)
+
+    def kept_slots(
+        self, inputs: BlockInputs, previous: Tensor, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DraftModel`; the last layer then works on the kept slots only."""
+        if isinstance(self.markov_head, RnnHead):  # its codes pass through the slots before
+            return super().kept_slots(inputs, previous, kept)
+        hidden = self.backbone(inputs.features, inputs.anchors, inputs.anchor_ids, kept)
+        codes, w2 = self.codes(hidden, previous.flatten()[kept])
+        return hidden, codes, w2
 
     def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
         """See `DraftModel`."""
@@ -151,7 +209,7 @@ class DSparkModel(DraftModel):
         return rows
 
     def codes(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """See `DraftModel`; hidden [..., gamma, d], previous [..., gamma], whole blocks."""
+        """See `DraftModel`; hidden [..., gamma, d], previous [..., gamma]: whole blocks where the head is `rnn`."""
         rows = self.markov_embedding(previous)
         if self.markov_head is None or rows is None:
             return super().codes(hidden, previous)

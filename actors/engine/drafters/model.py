@@ -64,6 +64,17 @@ class DraftModel(nn.Module):
         """
         raise NotImplementedError
 
+    def kept_slots(
+        self, inputs: BlockInputs, previous: Tensor, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the loss reads of the slots with flat indices `kept` [M]: (hiddens [M, d], codes [M, r], W2).
+
+        The same numbers as `slots` and `codes` give; a drafter may leave out work that only other slots need.
+        """
+        hidden = self.slots(inputs, previous)
+        codes, w2 = self.codes(hidden, previous)
+        return hidden.flatten(0, 2)[kept], codes.flatten(0, 2)[kept], w2
+
     def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
         """Draft every block at temperature 0, each token conditioned on those before it."""
         raise NotImplementedError

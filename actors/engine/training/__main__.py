@@ -23,20 +23,26 @@ import torch
 from actors.engine.drafters.checkpoint import load_drafter, save_drafter
 from actors.engine.drafters.config import KINDS, MARKOV_HEADS
 from actors.engine.drafters.dspark import DSparkModel
+from actors.engine.drafters.model import DraftModel
 from actors.engine.gguf_import import ensure_smollm2
-from actors.engine.training import evaluate, initialise, loop, onpolicy, prompts
+from actors.engine.training import curves, evaluate, initialise, loop, onpolicy, prompts
+from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.losses import WEIGHTINGS, weights_for
 from actors.engine.training.runs import (
     Paths,
     calibrate_head,
+    compute_dtype,
     dataset,
     gammas,
+    held_out,
     new_model,
     report,
     restore,
+    tables,
+    warm_model,
 )
-from actors.engine.weights import CheckpointError, embedding_tables, read_config
+from actors.engine.weights import CheckpointError, read_config
 from configs.machine import multiplies_bfloat16
 
 TAPS = (2, 10, 18, 24, 28)
@@ -61,8 +67,7 @@ def generate(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     plan = onpolicy.GenerationPlan(args.rows, worker=args.worker, num_workers=args.workers)
     if args.split == "held_out":
         plan = replace(plan, max_prompt_len=HELD_OUT_PROMPT_LEN)
-    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
-    target = FrozenTarget(paths.target, tuple(args.taps), dtype, plan.max_len)
+    target = FrozenTarget(paths.target, tuple(args.taps), compute_dtype(), plan.max_len)
     out = onpolicy.ShardWriter(paths.shards(args.split), args.worker)
     eos = int(read_config(paths.target)["eos_token_id"])
     writer = onpolicy.OnPolicyWriter(target, onpolicy.ChatText(paths.target), plan, eos, out)
@@ -75,15 +80,23 @@ def train(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     state = torch.load(checkpoint) if checkpoint.exists() else None
     snapshot = None if state is None or args.refresh else state["shards"]
     data = dataset(paths, "train", args.kind, snapshot)
-    model = new_model(paths, data, shape(args)) if state is None else restore(paths, state)
+    model = first_model(paths, data, args) if state is None else restore(paths, state)
     if model.config.kind != args.kind:
         raise CheckpointError(
             f"{checkpoint} trains a {model.config.kind} drafter, not --kind {args.kind}; "
             "name another --run"
         )
     loss = weights_for(model.config.kind, args.weighting, model.config.block_size)
-    options = loop.TrainingOptions(max_steps=args.steps, learning_rate=args.rate, loss=loss)
-    trainer = loop.Trainer(model, data, options)
+    options = loop.TrainingOptions(
+        max_steps=args.steps,
+        learning_rate=args.rate,
+        loss=loss,
+        num_sequences=args.sequences,
+        num_anchors=args.anchors,
+        validate_every=args.validate_every,
+    )
+    watched = held_out(paths, args.kind, args.validate) if args.validate else None
+    trainer = loop.Trainer(model, data, options, watched)
     if state is not None:
         trainer.load(state)
 
@@ -96,16 +109,24 @@ def train(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     return {"step": trainer.step, "answer_tokens": data.num_answer_tokens}
 
 
+def first_model(paths: Paths, data: OnPolicyDataset, args: argparse.Namespace) -> DraftModel:
+    """Return the drafter a run begins with: new, or the one `--warm-start` names."""
+    if args.warm_start:
+        return warm_model(paths, data, args.warm_start, shape(args))
+    return new_model(paths, data, shape(args))
+
+
 def export(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Write the drafter directory; calibrate on held-out blocks where there is a confidence head."""
     state = torch.load(paths.run / "checkpoint.pt")
     model = restore(paths, state)
     extra = {"num_target_layers": int(read_config(paths.target)["num_hidden_layers"])}
     save_drafter(model, args.out, extra)
-    loop.plot_log(paths.run / "log.jsonl", args.out / "training.png")
-    shipped = load_drafter(args.out, *embedding_tables(paths.target, torch.bfloat16))
+    curves.plot_log(paths.run / "log.jsonl", args.out / "training.png")
+    shipped = load_drafter(args.out, *tables(paths.target))
     data = dataset(paths, "held_out", model.config.kind)
-    result, blocks = evaluate.evaluate(shipped, data, gammas(model.config.block_size))
+    sizes = gammas(model.config.block_size)
+    result, blocks = evaluate.evaluate(shipped, data, sizes, bf16=multiplies_bfloat16())
     done = {"step": state["step"], **report(result)}
     if isinstance(model, DSparkModel) and model.confidence_head is not None:
         done |= calibrate_head(model, blocks, args.out)
@@ -115,10 +136,12 @@ def export(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a drafter directory on the held-out text."""
-    model = load_drafter(args.drafter, *embedding_tables(paths.target, torch.bfloat16))
+    model = load_drafter(args.drafter, *tables(paths.target))
     data = dataset(paths, "held_out", model.config.kind)
     sizes = gammas(model.config.block_size)
-    result, _blocks = evaluate.evaluate(model, data, sizes, per_domain=args.per_domain)
+    result, _blocks = evaluate.evaluate(
+        model, data, sizes, per_domain=args.per_domain, bf16=multiplies_bfloat16()
+    )
     return report(result)
 
 
@@ -151,6 +174,12 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--taps", type=int, nargs="+", default=TAPS, help="target layers, from 0")
     new.add_argument("--mask-token", type=int, default=MASK_TOKEN_ID, help="a reserved id")
     new.add_argument("--qk-norm", action=argparse.BooleanOptionalAction, default=True)
+    new.add_argument(
+        "--warm-start",
+        type=Path,
+        metavar="DIR",
+        help="begin with this drafter's weights; of the options here only --kind, --gamma and --qk-norm then count",
+    )
     new.add_argument("--weighting", choices=WEIGHTINGS, default="blend", help="of the loss")
 
 
@@ -179,6 +208,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5_500, help="where the cosine ends")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--minutes", type=float, default=90.0, help="stop training after")
+    parser.add_argument("--sequences", type=int, default=8, help="answers a step")
+    parser.add_argument("--anchors", type=int, default=32, help="blocks of each answer")
+    parser.add_argument(
+        "--validate", type=int, default=6, help="held-out answers of each domain; 0: none"
+    )
+    parser.add_argument("--validate-every", type=int, default=200, help="steps between")
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--run", help="name of the run (default: the kind)")
     add_shape_options(parser)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -35,8 +36,17 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """One sequence of a step: its anchors, and which slots of their blocks count."""
+
+    record: Record
+    anchors: npt.NDArray[np.int64]  # [n] positions
+    kept: npt.NDArray[np.bool_]  # [n, gamma]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """B sequences with N anchors each; slots beyond the text and padded anchors weigh nothing."""
+    """B sequences with N anchors each; of slots only those `kept` count."""
 
     features: Tensor  # [B, S, feature_dim]
     next_ids: Tensor  # [B, S] the token after each position
@@ -46,7 +56,7 @@ class Batch:
     previous: Tensor  # [B, N, gamma] target ids
     teacher_hidden: Tensor  # [B, N, gamma, d]
     teacher_lse: Tensor  # [B, N, gamma]
-    valid: Tensor  # [B, N, gamma] bool
+    kept: Tensor  # [B, N, gamma] bool: within the text, and drawn
 
     def inputs(self, dtype: torch.dtype | None = None) -> BlockInputs:
         """What the drafter sees; its features in `dtype`."""
@@ -127,28 +137,34 @@ class OnPolicyDataset:
         return counts
 
     def draw(
-        self, rng: np.random.Generator, num_sequences: int, num_anchors: int
-    ) -> list[tuple[Record, np.ndarray[Any, np.dtype[np.int64]]]]:
-        """Draw records in proportion to their anchors, and up to `num_anchors` anchors of each."""
+        self,
+        rng: np.random.Generator,
+        num_sequences: int,
+        num_anchors: int,
+        chances: npt.NDArray[np.float64],
+    ) -> list[Drawn]:
+        """Draw records in proportion to their anchors, and up to `num_anchors` anchors of each.
+
+        Slot j of a block is kept with probability `chances[j]`, [gamma], if it lies within the text. Nothing is read:
+        every trainer of a step can draw all of it and load its own part.
+        """
         usable = [r for r in self.records if r.num_anchors > 0]
         weights = np.array([r.num_anchors for r in usable], np.float64)
         chosen = rng.choice(len(usable), num_sequences, replace=False, p=weights / weights.sum())
-        return [
-            (
-                usable[i],
-                usable[i].prompt_len
-                + rng.permutation(usable[i].num_anchors)[:num_anchors].astype(np.int64),
-            )
-            for i in chosen
-        ]
+        return [self._anchors(rng, usable[i], num_anchors, chances) for i in chosen]
 
-    def batch(
-        self,
-        drawn: list[tuple[Record, np.ndarray[Any, np.dtype[np.int64]]]],
-        gamma: int,
-    ) -> Batch:
+    @staticmethod
+    def _anchors(
+        rng: np.random.Generator, record: Record, count: int, chances: npt.NDArray[np.float64]
+    ) -> Drawn:
+        where = record.prompt_len + rng.permutation(record.num_anchors)[:count].astype(np.int64)
+        inside = where[:, None] + np.arange(1, len(chances) + 1) < record.length
+        return Drawn(record, where, inside & (rng.random(inside.shape) < chances))
+
+    def batch(self, drawn: list[Drawn]) -> Batch:
         """Collate drawn records and anchors, padded to the longest of each."""
-        loaded = [(self.read(record), torch.from_numpy(where)) for record, where in drawn]
+        gamma = drawn[0].kept.shape[1]
+        loaded = [(self.read(d.record), torch.from_numpy(d.anchors)) for d in drawn]
         features = [self.features(parts) for parts, _ in loaded]
         count = max(len(where) for _, where in loaded)
         span = max(int(where.max()) for _, where in loaded)
@@ -165,10 +181,11 @@ class OnPolicyDataset:
                 (b, count, gamma, width), dtype=loaded[0][0]["hidden"].dtype
             ),
             teacher_lse=torch.zeros((b, count, gamma)),
-            valid=torch.zeros((b, count, gamma), dtype=torch.bool),
+            kept=torch.zeros((b, count, gamma), dtype=torch.bool),
         )
         for i, (parts, where) in enumerate(loaded):
             _fill(out, i, parts, where, gamma)
+            out.kept[i, : len(where)] = torch.from_numpy(drawn[i].kept)
             rows = features[i][:span]
             out.features[i, : len(rows)] = rows
         return out
@@ -183,9 +200,7 @@ def _fill(out: Batch, i: int, parts: dict[str, Tensor], where: Tensor, gamma: in
     out.anchors[i, :n] = where
     out.anchor_ids[i, :n] = ids[where]
     source = where[:, None] + torch.arange(gamma)  # the row whose distribution predicts the label
-    valid = source + 1 < len(ids)
     source = source.clamp_max(len(ids) - 2)
-    out.valid[i, :n] = valid
     out.labels[i, :n] = ids[source + 1]
     out.previous[i, :n] = ids[source]
     out.teacher_hidden[i, :n] = parts["hidden"][source]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from actors.engine.drafters.checkpoint import build
 from actors.engine.drafters.config import (
     DrafterConfig,
     DSparkConfig,
@@ -105,12 +106,42 @@ def initialise_from_target(
         assert isinstance(model, PairModel)
         _initialise_pair(model, weights, depth, generator)
     if model.config.qk_norm:
-        width = model.config.hidden_size
-        probes = torch.randn((NUM_PROBES, width), generator=generator)
-        if features is not None:
-            probes = features[:, -width:].float()  # the tap nearest to what the copied layers read
-        for layer in model.get_submodule("layers").children():
-            keep_scale(layer, probes)
+        add_norms(model, features, generator)
+
+
+@torch.no_grad()
+def grow(
+    start: DraftModel, gamma: int, *, qk_norm: bool, features: Tensor | None = None
+) -> DraftModel:
+    """Return a copy of a trained drafter that drafts blocks of `gamma`, to be trained on.
+
+    No weight depends on the block size. With `qk_norm`, a drafter without q and k norms gets them at the scale its
+    projections have (`keep_scale`, on `features` [T, feature_dim]). Raises CheckpointError for a drafter with tables
+    of its own, which training does not keep.
+    """
+    if not start.config.tied_to_target:
+        raise CheckpointError(
+            "a warm start needs a drafter that uses its target's tables (tied_to_target): one of this project"
+        )
+    added = qk_norm and not start.config.qk_norm
+    config = replace(start.config, block_size=gamma, qk_norm=start.config.qk_norm or qk_norm)
+    head = start.embed.new_zeros(start.embed.shape)
+    head[start.draft_ids] = start.head
+    model = build(config, start.embed, head, start.draft_ids)
+    model.load_state_dict(start.state_dict(), strict=not added)
+    if added:
+        add_norms(model, features, torch.Generator().manual_seed(1))
+    return model
+
+
+def add_norms(model: DraftModel, features: Tensor | None, generator: torch.Generator) -> None:
+    """Give every layer's q and k norms the scale that `keep_scale` measures."""
+    width = model.config.hidden_size
+    probes = torch.randn((NUM_PROBES, width), generator=generator)
+    if features is not None:
+        probes = features[:, -width:].float()  # the tap nearest to what the copied layers read
+    for layer in model.get_submodule("layers").children():
+        keep_scale(layer, probes)
 
 
 def _initialise_dspark(

@@ -16,8 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from actors.engine.drafters.model import DraftModel
+from actors.engine.training.curves import plot_log
 from actors.engine.training.dataset import Batch, OnPolicyDataset
 from actors.engine.training.losses import Labels, LossWeights, block_loss, confidence_loss
+from actors.engine.training.validation import HeldOut
+from configs.machine import multiplies_bfloat16
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class TrainingOptions:
     seed: int = 1
     checkpoint_every_s: float = 240.0
     loss: LossWeights = field(default_factory=LossWeights)
-    bf16: bool = True
+    bf16: bool = field(default_factory=multiplies_bfloat16)
+    validate_every: int = 200  # steps
 
     def rate(self, step: int) -> float:
         """Return the learning rate of `step`: linear warm-up, then a cosine to `final_rate`."""
@@ -61,14 +65,21 @@ class StepLog:
     accept: list[float]
     rate: float
     seconds: float
+    held_out: dict[str, Any] | None = None  # see `HeldOut.measure`, on the steps that end with it
 
 
 class Trainer:
     """Trains `model` on a dataset; every step's batch depends on (seed, step) and the snapshot only."""
 
-    def __init__(self, model: DraftModel, data: OnPolicyDataset, options: TrainingOptions) -> None:
-        """Build the optimiser; call `load` to continue an earlier run."""
-        self.model, self.data, self.options = model, data, options
+    def __init__(
+        self,
+        model: DraftModel,
+        data: OnPolicyDataset,
+        options: TrainingOptions,
+        held_out: HeldOut | None = None,
+    ) -> None:
+        """Build the optimiser; call `load` to continue an earlier run. `held_out` is measured now and then."""
+        self.model, self.data, self.options, self.held_out = model, data, options, held_out
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -92,32 +103,33 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         rng = np.random.default_rng((self.options.seed, self.step))
-        drawn = self.data.draw(rng, self.options.num_sequences, self.options.num_anchors)
-        batch = self.data.batch(drawn, self.model.config.block_size)
+        chances = self.options.loss.slots(self.model.config.block_size).double().numpy()
+        drawn = self.data.draw(rng, self.options.num_sequences, self.options.num_anchors, chances)
         self.optimizer.zero_grad(set_to_none=True)
-        total, parts = self.losses(batch, rng)
+        num_kept = sum(int(d.kept.sum()) for d in drawn)
+        total, parts = self.losses(self.data.batch(drawn), num_kept)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.optimizer.step()
         self.step += 1
-        return StepLog(step=self.step, rate=rate, seconds=time.perf_counter() - started, **parts)
+        seconds = time.perf_counter() - started
+        due = self.held_out is not None and self.step % self.options.validate_every == 0
+        measured = self.held_out.measure(self.model) if self.held_out is not None and due else None
+        return StepLog(step=self.step, rate=rate, seconds=seconds, held_out=measured, **parts)
 
-    def losses(self, batch: Batch, rng: np.random.Generator) -> tuple[Tensor, dict[str, Any]]:
-        """Return (total loss, the fields of StepLog it determines).
+    def losses(self, batch: Batch, num_kept: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return (total loss, the fields of StepLog it determines); a mean over `num_kept` slots.
 
         A slot of weight w is kept with probability w and then weighs one: the same loss in the mean,
         for about half the work over the vocabulary.
         """
         model, options = self.model, self.options
         gamma, width = model.config.block_size, model.config.hidden_size
-        chance = options.loss.slots(gamma) * batch.valid
-        kept = (torch.from_numpy(rng.random(chance.shape)) < chance).flatten().nonzero()[:, 0]
+        kept = batch.kept.flatten().nonzero()[:, 0]
         inputs = batch.inputs(None if options.bf16 else torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
-            hidden = model.slots(inputs, batch.previous)
-            codes, w2 = model.codes(hidden, batch.previous)
-        hidden, codes = hidden.flatten(0, 2)[kept], codes.flatten(0, 2)[kept]
-        weights = torch.ones(len(kept))
+            hidden, codes, w2 = model.kept_slots(inputs, batch.previous, kept)
+        weights = torch.full((len(kept),), 1 / max(1, num_kept))
         labels = Labels(
             self.to_draft[batch.labels.flatten()[kept]],
             batch.teacher_hidden.view(-1, width)[kept],
@@ -211,37 +223,3 @@ def _drop_later_entries(log: Path, step: int) -> None:
         log.write_text(
             "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
         )
-
-
-def plot_log(log: Path, png: Path) -> None:
-    """Draw the loss and the agreement of slots 1, 3 and last against steps, smoothed over 50."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    if not entries:
-        return
-    steps = [e["step"] for e in entries]
-    window = np.ones(min(50, len(entries))) / min(50, len(entries))
-
-    def smooth(values: list[float]) -> Any:
-        return np.convolve(values, window, "valid")
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), dpi=90)
-    at = steps[len(window) - 1 :]
-    for name in ("ce", "tv", "confidence"):
-        left.plot(at, smooth([e[name] for e in entries]), label=name)
-    last = min(len(e["agree"]) for e in entries) - 1  # a run may change its block size
-    for slot in dict.fromkeys((0, last // 2, last)):
-        right.plot(
-            at, smooth([e["agree"][slot] for e in entries]), label=f"agreement, slot {slot + 1}"
-        )
-    for axis in (left, right):
-        axis.set_xlabel("step")
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(png)
-    pyplot.close(figure)

@@ -66,12 +66,14 @@ class Labels:
     draft_ids: Tensor  # [M] index into the draft vocabulary, -1 when the token is not in it
     teacher_hidden: Tensor  # [M, d] the target's normed hidden state that predicts the label
     teacher_lse: Tensor  # [M] log-normaliser of the target over the full vocabulary
-    weights: Tensor  # [M] slot weight, 0 for a slot beyond the text
+    weights: (
+        Tensor  # [M] share of the mean over the step; they sum to one over all trainers of a step
+    )
 
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """Scalar terms (already divided by the sum of weights) and per-slot measurements."""
+    """Scalar terms, weighted sums over the slots, and per-slot measurements."""
 
     total: Tensor
     ce: Tensor
@@ -99,7 +101,7 @@ def block_loss(
 def confidence_loss(logits: Tensor, accept: Tensor, weights: Tensor) -> Tensor:
     """Binary cross entropy of confidence logits [M] against the analytic acceptance [M]."""
     each = F.binary_cross_entropy_with_logits(logits, accept.detach(), reduction="none")
-    return (each * weights).sum() / weights.sum().clamp_min(1e-9)
+    return (each * weights).sum()
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -117,7 +119,6 @@ class _VocabularyLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         compute = head.dtype
         h, e, m2 = hidden.to(compute), codes.to(compute), w2.to(compute)
-        share = labels.weights / labels.weights.sum().clamp_min(1e-9)
         grad_h, grad_e = torch.empty_like(h), torch.empty_like(e)
         grad_w2 = torch.zeros(w2.shape, dtype=torch.float32)
         sums = torch.zeros(3)
@@ -132,7 +133,7 @@ class _VocabularyLoss(torch.autograd.Function):
             teacher = teacher.sub_(labels.teacher_lse[part, None]).exp_()
             agree[part] = logits.argmax(-1) == labels.draft_ids[part]
             grad, terms, accept[part] = _chunk(
-                logits, teacher, labels.draft_ids[part], share[part], weights
+                logits, teacher, labels.draft_ids[part], labels.weights[part], weights
             )
             sums += terms
             grad = grad.to(compute)
