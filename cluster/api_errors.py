@@ -59,6 +59,16 @@ def bad_request(field: str, value: object, remedy: str, code: str = "invalid_val
     return ApiError(400, f"{field}={shown(value)}: {remedy}", param=field, code=code)
 
 
+def misdirected(status: int, asked: str, allowed: str | None, detail: str) -> ApiError:
+    """What to say of a method and path that are not served; `allowed` methods come with a 405."""
+    if status == 404:
+        return ApiError(404, f"{asked}: no such path; /openapi.json lists them", code="not_found")
+    if status == 405:
+        remedy = f"use {allowed}" if allowed else "use another method"
+        return ApiError(405, f"{asked}: {remedy}", code="method_not_allowed")
+    return ApiError(status, detail)
+
+
 def shown(value: object) -> str:
     """The value as JSON, shortened; lone surrogates stay escaped."""
     try:

@@ -20,7 +20,7 @@ from starlette.types import Lifespan
 from actors import tracing
 from cluster import watch_routes
 from cluster.answers import Answer, open_answers, outcome_of
-from cluster.api_errors import ApiError
+from cluster.api_errors import ApiError, misdirected
 from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
@@ -38,6 +38,7 @@ from cluster.openai_api import (
 )
 from cluster.openai_parse import parse_request
 from cluster.openai_responses import Envelope
+from cluster.openapi import describe
 from cluster.replies import event_stream, failure_of, whole_answer
 from cluster.request_trace import RequestTrace
 from cluster.served_model import Access, ServedModel
@@ -254,11 +255,13 @@ def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     watch_routes.add_routes(app, front.observer, front.ask_ranks, front.authorise, front.model.name)
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _error_response(ApiError(error.status_code, str(error.detail)))
+        asked, allowed = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow")
+        return _error_response(misdirected(error.status_code, asked, allowed, str(error.detail)))
 
     app.add_exception_handler(HTTPException, on_http_error)
+    describe(app)
     return app
 
 

@@ -71,7 +71,7 @@ class Intake:
         jobs: list[Job] = []
         num_tokens = 0
         for prompt_ids, echo in prompts:
-            limit = self._output_len(field, len(prompt_ids), request.output_limit, default_len)
+            limit = self._output_len(field, len(prompt_ids), request, default_len)
             if (request.min_tokens or 0) > limit:
                 raise bad_request(
                     "min_tokens", request.min_tokens, f"at most {limit} output tokens are possible"
@@ -224,18 +224,20 @@ class Intake:
                 400, f"{field}: not encodable as UTF-8; send whole characters", param=field
             ) from error
 
-    def _output_len(self, field: str, prompt_len: int, wanted: int | None, default: int) -> int:
-        room = self.limits.max_model_len - prompt_len
+    def _output_len(
+        self, field: str, prompt_len: int, request: GenerationRequest, default: int
+    ) -> int:
+        room, wanted = self.limits.max_model_len - prompt_len, request.output_limit
         if room < (wanted or 1):
             asked = f" and {wanted} output tokens" if wanted else ""
             remedy = f"shorten {field}"
             if room > 0:
-                remedy += f" or ask for at most {room} output tokens"
+                remedy = f"ask for at most {room} output tokens, or {remedy}"
             raise ApiError(
                 400,
                 f"this model's context holds {self.limits.max_model_len} tokens; {prompt_len} prompt tokens"
                 f"{asked} do not fit; {remedy}",
-                param=field,
+                param=field if room < 1 else request.limit_field,
                 code="context_length_exceeded",
             )
         return wanted or min(default, room)

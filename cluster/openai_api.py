@@ -74,6 +74,11 @@ class GenerationRequest(Schema):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def limit_field(self) -> str:
+        """The field that `output_limit` comes from."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 

@@ -58,7 +58,9 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
     if outputs is not None:
         if format_ is not None and format_.type != "text":
             raise bad_request("structured_outputs", "…", "leave it or response_format out")
-        return checked_grammar("structured_outputs", _of_outputs(outputs))
+        grammar = _of_outputs(outputs)
+        (name,) = outputs.model_dump(exclude_none=True, by_alias=True)
+        return checked_grammar(f"structured_outputs.{name}", grammar)
     if format_ is None or format_.type == "text":
         return ""
     if format_.type == "json_object":

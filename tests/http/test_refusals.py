@@ -89,7 +89,14 @@ async def test_no_ready_rank_is_503_at_once(launch):
         (CHAT_PATH, {**CHAT, "stop": ""}, 400, "stop", "invalid_value"),
         (CHAT_PATH, {**CHAT, "stop": ["a", ""]}, 400, "stop", "invalid_value"),
         (CHAT_PATH, {**CHAT, "stop_token_ids": [10**6]}, 400, "stop_token_ids", "invalid_value"),
-        (CHAT_PATH, {**CHAT, "max_tokens": 500}, 400, "messages", "context_length_exceeded"),
+        (CHAT_PATH, {**CHAT, "max_tokens": 500}, 400, "max_tokens", "context_length_exceeded"),
+        (
+            CHAT_PATH,
+            {**CHAT, "max_completion_tokens": 500},
+            400,
+            "max_completion_tokens",
+            "context_length_exceeded",
+        ),
         (
             CHAT_PATH,
             {**CHAT, "messages": [{"role": "user", "content": "x" * 600}]},
@@ -152,7 +159,7 @@ async def test_no_ready_rank_is_503_at_once(launch):
         ("/tokenize", {"model": "other", "prompt": "a"}, 404, "model", "model_not_found"),
         ("/detokenize", {"tokens": [258]}, 400, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": "ab"}, 400, "tokens", "invalid_value"),
-        ("/v1/embeddings", {}, 404, None, None),
+        ("/v1/embeddings", {}, 404, None, "not_found"),
     ],
 )
 async def test_bad_input_is_refused_in_openai_shape_and_allocates_nothing(
@@ -181,6 +188,15 @@ async def test_the_context_length_message_names_the_numbers(launch):
     assert (
         "512" in message and "21 prompt tokens" in message and "500" in message and "491" in message
     )
+
+
+async def test_a_path_or_method_that_does_not_exist_is_told_what_does(launch):
+    async with launch() as server:
+        lost = await server.client.get("/v1/chats")
+        wrong = await server.client.get(CHAT_PATH)
+    assert lost.status_code == 404 and lost.json()["error"]["code"] == "not_found"
+    assert "GET /v1/chats" in lost.text and "/openapi.json" in lost.text
+    assert wrong.status_code == 405 and "use POST" in wrong.json()["error"]["message"]
 
 
 async def test_an_unknown_class_of_service_is_400_naming_the_field(launch):
