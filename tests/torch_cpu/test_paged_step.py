@@ -13,7 +13,7 @@ import torch
 
 from actors.core.layout import StepPlan
 from actors.engine import packed_linear, paged_step
-from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer
+from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer, TopKRouter
 from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
 from actors.engine.paged_step import PagedForward
@@ -124,7 +124,7 @@ def stacked(layer: MoeLayer) -> MoeLayer:
     halves = [expert._gate_up._weight.chunk(2) for expert in experts]
     gate, up = (torch.stack(part) for part in zip(*halves, strict=True))
     bank = ExpertStacks(gate, up, torch.stack([expert.down._weight for expert in experts]))
-    return MoeLayer(layer.router, bank, layer.top_k, layer.normalise_top_k)
+    return MoeLayer(layer.route, bank)
 
 
 BROKEN = {
@@ -175,13 +175,13 @@ def test_a_failed_capture_is_counted_and_steps_run_on(
 @pytest.mark.parametrize("normalise", [True, False])
 def test_stacked_experts_are_the_same_layer(normalise: bool) -> None:
     rng = torch.Generator().manual_seed(1)
-    router = Linear(torch.randn(4, 16, generator=rng))
+    router = TopKRouter(Linear(torch.randn(4, 16, generator=rng)), 2, normalise)
     gate, up = (torch.randn(4, 12, 16, generator=rng) * 0.3 for _ in range(2))
     down = torch.randn(4, 16, 12, generator=rng) * 0.3
     loose = [GatedMlp(*weights) for weights in zip(gate, up, down, strict=True)]
     x = torch.randn(9, 16, generator=rng)
-    want = MoeLayer(router, ExpertList(loose, 1), 2, normalise)(x)
-    found = MoeLayer(router, ExpertStacks(gate, up, down), 2, normalise)(x)
+    want = MoeLayer(router, ExpertList(loose, 1))(x)
+    found = MoeLayer(router, ExpertStacks(gate, up, down))(x)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
 
 
