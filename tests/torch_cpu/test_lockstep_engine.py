@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.core.lockstep import CollectiveError, LockstepError, StepLayout
 from actors.engine import target_engine
 from actors.engine.collective import Collective, DistributedCollective, open_store
 from actors.engine.expert_group import ExpertGroup
@@ -232,3 +235,52 @@ def test_a_group_over_gloo_gives_the_same_bits(oracle_models: Path, mode: str) -
 
     for ours, theirs in zip(over_gloo(2, rank), want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def skips_the_experts(engine: TorchTargetEngine) -> None:
+    engine.model.join = lambda: None  # type: ignore[method-assign]
+
+
+def skips_the_vote(engine: TorchTargetEngine) -> None:
+    engine.join = lambda **_: engine.group.layout  # type: ignore[method-assign]
+
+
+def lays_out_by_itself(engine: TorchTargetEngine) -> None:
+    """As if its own confidences told it how many tokens the other rank has."""
+    agree = engine.group.agree
+
+    def own_view(*arguments: Any, **options: Any) -> StepLayout:
+        layout = agree(*arguments, **options)
+        engine.group.layout = replace(layout, num_tokens=(layout.num_tokens[0] + 1, 0))
+        return engine.group.layout
+
+    engine.group.agree = own_view  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [
+        *itertools.product([skips_the_experts, skips_the_vote], DISPATCH_MODES),
+        (lays_out_by_itself, "all_gather"),  # all_to_all takes no shape from the layout
+    ],
+)
+def test_an_idle_rank_that_parts_from_its_group_is_found_within_the_bound(
+    oracle_models: Path, fault: Callable[[TorchTargetEngine], None], mode: str
+) -> None:
+    """Faults that the tests above and of the matrix would find."""
+    folder, bound_s = oracle_models / "mixtral", 1.0
+    ids = expected(folder).token_ids
+
+    def rank(collective: ThreadCollective) -> None:
+        engine = engine_in(folder, collective, mode)
+        if collective.rank:
+            fault(engine)
+        rows = TrialSequences(engine, ids)
+        for _ in range(3):
+            if collective.rank:
+                engine.join()
+            else:
+                rows.logits({0: 2})
+
+    with pytest.raises((CollectiveError, LockstepError, AssertionError, RuntimeError)):
+        on_ranks(2, rank, bound_s)
