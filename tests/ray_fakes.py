@@ -83,6 +83,8 @@ class FakeTarget:
 class FakeGroupTarget(FakeTarget):
     """Steps together with the others over a real process group, though it has no experts to share."""
 
+    num_uncaptured = 0
+
     def __init__(self, config: ClusterConfig, seat: Seat) -> None:
         from actors.engine.expert_group import ExpertGroup
 

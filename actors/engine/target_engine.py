@@ -115,6 +115,11 @@ class TorchTargetEngine:
         assert self.model.sharding is not None, "this rank is in no group"
         return self.model.sharding.group
 
+    @property
+    def num_uncaptured(self) -> int:
+        """Steps that a GPU could have replayed from a graph, were it not for a group or a failed capture."""
+        return self.paged.num_uncaptured if self.paged else 0
+
     @torch.inference_mode()
     def join(self, *, is_leaving: bool = False) -> StepLayout:
         """The part of this rank in a step of its group for which it has no token itself.
@@ -217,7 +222,7 @@ def load_engine(
         config.model.max_model_len,
         sharding_of(facts, group, config.target.dispatch),
     )
-    if group is not None and config.target.rebalance_steps:
+    if group is not None and facts.moe is not None:
         Rebalancer(model, tensors, config.target.rebalance_steps, config.target.redundant_experts)
     block_size = config.target.block_size
     num_blocks = config.target.kv_cache_tokens // block_size
@@ -242,7 +247,10 @@ def load_engine(
     grammars = GrammarDesk(
         tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
     )
-    return TorchTargetEngine(model, store, spec, grammars, captures=captures)
+    engine = TorchTargetEngine(model, store, spec, grammars, captures=captures)
+    if group is not None and engine.paged is not None and captures:
+        log.warning("steps of a group hold collectives and are not captured: all run uncaptured")
+    return engine
 
 
 def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:

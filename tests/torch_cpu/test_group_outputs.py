@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.core.sampling import SamplingParams
+from actors.engine import upcycle
 from actors.engine.sharded_experts import DISPATCH_MODES
+from configs.recipe import UpcycleRecipe
 from tests.torch_cpu.group_cluster import GroupCluster, group_config, until
 from tests.torch_cpu.group_streams import GREEDY, STREAMS, by_request, output, texts_of
 
 Texts = dict[str, list[int]]
+SEEDED = SamplingParams(seed=11)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "llama"])
@@ -46,7 +51,7 @@ def outputs(config: Any, texts: Texts) -> Texts:
     found: Texts = {}
     with GroupCluster(config, by_request(texts)) as cluster:
         last = cluster.size - 1
-        for name, params in (("decode", GREEDY), ("seeded", SamplingParams(seed=11))):
+        for name, params in (("decode", GREEDY), ("seeded", SEEDED)):
             ids, num_tokens = STREAMS[name]
             for number, rank in enumerate({0, last}):
                 cluster.submit(f"{name}.{number}", rank, ids, num_tokens, params)
@@ -81,12 +86,15 @@ def test_a_group_of_any_size_writes_what_one_rank_without_speculation_writes(
         assert tokens == alone[f"{name.split()[0]} 0"], name
 
 
+@pytest.mark.parametrize("mode", DISPATCH_MODES)
 def test_a_served_group_moves_experts_without_a_wrong_token(
-    mixtral: Path, moe_texts: Texts, monkeypatch: pytest.MonkeyPatch
+    mixtral: Path, moe_texts: Texts, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
+    """Greedy on one rank, seeded on the other, before experts have moved and after."""
     monkeypatch.setattr("actors.core.expert_balance.MIN_GAIN", -10.0)  # move for nothing too
-    config = group_config(mixtral, 2, rebalance_steps=5)
-    whole = output(moe_texts, "decode")
+    want = outputs(group_config(mixtral, 1, policy="none"), moe_texts)
+    config = group_config(mixtral, 2, mode, rebalance_steps=5)
+    kinds = [("decode", GREEDY), ("seeded", SEEDED)]
     with GroupCluster(config, by_request(moe_texts)) as cluster:
 
         def num_moved() -> list[int]:
@@ -94,14 +102,57 @@ def test_a_served_group_moves_experts_without_a_wrong_token(
             return [of_rank["num_rebalances"] for of_rank in stats]
 
         for number in range(40):
-            for rank in (0, 1):
-                cluster.submit(f"decode.{2 * number + rank}", rank, *STREAMS["decode"], GREEDY)
-            cluster.finish(f"decode.{2 * number}", f"decode.{2 * number + 1}")
-            assert cluster.tokens(f"decode.{2 * number}") == whole
-            assert cluster.tokens(f"decode.{2 * number + 1}") == whole
+            for rank, (name, params) in enumerate(kinds):
+                cluster.submit(f"{name}.{number}", rank, *STREAMS[name], params)
+            cluster.finish(*(f"{name}.{number}" for name, _ in kinds))
+            for name, _ in kinds:
+                assert cluster.tokens(f"{name}.{number}") == want[f"{name} 0"]
             if min(num_moved()) >= 3:
                 break
         assert min(num_moved()) >= 3
+
+
+@pytest.fixture(scope="module")
+def skewed(oracle_models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts]:
+    """A dense model upcycled with a router that prefers its first experts, and what the dense one writes."""
+    torch.set_num_threads(1)
+    dense = tmp_path_factory.mktemp("skewed") / "dense"
+    shutil.copytree(oracle_models / "llama", dense)
+    tensors = load_file(dense / "model.safetensors")
+    tensors["model.embed_tokens.weight"] += (
+        0.1  # a direction that all tokens share, as trained models have
+    )
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    recipe = UpcycleRecipe(dense=str(dense), skew=4.0)
+    return upcycle.upcycle(recipe, dense.parent / "moe", progress=False), texts_of(dense)
+
+
+def test_a_skewed_router_makes_a_served_group_move_experts_over_nodes_without_a_wrong_token(
+    skewed: tuple[Path, Texts],
+) -> None:
+    """Four ranks on two nodes: what is hot comes to lie on both, and the texts stay those of the dense model."""
+    folder, dense_texts = skewed
+    config = group_config(folder, 4, "all_to_all", rebalance_steps=12)
+    seen: list[float] = []
+    with GroupCluster(config, by_request(dense_texts)) as cluster:
+        engines = [rank._engine for rank in cluster.ranks]
+        for rank, engine in enumerate(engines):
+            engine.group.node = rank // 2
+        for number in range(40):
+            ids = [f"decode.{4 * number + rank}" for rank in range(4)]
+            for rank, request_id in enumerate(ids):
+                cluster.submit(request_id, rank, *STREAMS["decode"], GREEDY)
+            cluster.finish(*ids)
+            assert all(cluster.tokens(i) == output(dense_texts, "decode") for i in ids)
+            balance = asyncio.run(cluster.ranks[0].stats())["group"]
+            seen.append(balance["expert_imbalance"] or 0.0)
+            if balance["num_rebalances"] and seen[-1] < 0.8 * max(seen):
+                break
+        assert balance["num_rebalances"] and seen[-1] < 0.8 * max(seen), seen
+        placements = [engine.group.on_layout.__self__.placements for engine in engines]
+        assert all(of_rank == placements[0] for of_rank in placements)
+        hot = [placement.holders[0] for placement in placements[0]]
+        assert all({rank // 2 for rank in ranks} == {0, 1} for ranks in hot), hot
 
 
 def test_a_rank_that_leaves_its_group_closes_it_for_all(mixtral: Path, moe_texts: Texts) -> None:

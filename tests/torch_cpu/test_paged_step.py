@@ -13,6 +13,7 @@ import torch
 
 from actors.core.layout import StepPlan
 from actors.engine import packed_linear, paged_step
+from actors.engine.expert_group import ExpertGroup
 from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer, TopKRouter
 from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
@@ -81,7 +82,21 @@ def check(engine: TorchTargetEngine, forward: PagedForward) -> None:
 
 
 def test_paged_kernels_compute_the_same_steps(engine: TorchTargetEngine) -> None:
-    check(engine, paged(engine, None))
+    forward = paged(engine, None)
+    check(engine, forward)
+    assert forward.num_uncaptured == 4  # the rounds; prompts are never captured
+
+
+def test_a_group_on_a_gpu_says_that_it_runs_uncaptured(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "implementation", lambda op, kind: "triton")
+    alone = engine_of(oracle_models / "mixtral")
+    assert alone.paged is not None and alone.paged._recorder is not None
+    assert "uncaptured" not in caplog.text
+    grouped = engine_of(oracle_models / "mixtral", group=ExpertGroup(0, 2))
+    assert grouped.paged is not None and grouped.paged._recorder is None
+    assert "all run uncaptured" in caplog.text and grouped.num_uncaptured == 0
 
 
 def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(
@@ -91,7 +106,7 @@ def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(
     check(engine, forward)
     # Bounds 12, 11, 10 and 12 are all of tier 12, whatever was scheduled.
     assert recorder.num_records == 1
-    assert forward.num_replays == 4
+    assert forward.num_replays == 4 and forward.num_uncaptured == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2_windowed", "qwen3_moe", "mixtral"])
