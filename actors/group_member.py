@@ -39,6 +39,9 @@ class GroupedEngine(TargetEngine, Protocol):
     """A target whose steps are collectives of a group: `step` votes first, `join` takes part without tokens."""
 
     group: ExpertGroup
+    num_uncaptured: (
+        int  # steps that were launched operation by operation, though a GPU could replay them
+    )
 
     def join(self, *, is_leaving: bool = False) -> StepLayout: ...
 
@@ -211,5 +214,6 @@ class GroupMember:
             "num_collectives": progress.num_collectives if progress else 0,
             "waited_s": self.waited_s(),
             "most_imbalance": self._most_imbalance,
+            "num_uncaptured": self._engine.num_uncaptured,
             **self._group.balance,
         }

@@ -53,6 +53,19 @@ RANK_SECONDS = (
     ("dspark:compared_step_seconds", "Measured time of the compared steps.", "compared_s"),
     ("dspark:compared_steps", "Steps whose time was foretold.", "num_compared"),
 )
+GROUP_COUNTERS = (
+    ("dspark:group_steps", "Steps of the rank's group, its own or others'.", "num_steps"),
+    ("dspark:group_collectives", "Collectives the rank has been through.", "num_collectives"),
+    ("dspark:rebalances", "Times experts moved to other ranks.", "num_rebalances"),
+    ("dspark:failed_rebalances", "New experts it could not read.", "num_failed_rebalances"),
+    ("dspark:uncaptured_steps", "Launched, though a GPU could replay them.", "num_uncaptured"),
+)
+GROUP_GAUGES = (
+    ("dspark:group_epoch", "Rises with every formation of the group.", "epoch"),
+    ("dspark:group_wait_seconds", "In the collective under way.", "waited_s"),
+    ("dspark:worst_token_imbalance", "Fullest rank of a step over the mean.", "most_imbalance"),
+    ("dspark:expert_imbalance", "Copies of the hottest rank over the mean.", "expert_imbalance"),
+)
 DRAFTER_COUNTERS = (
     ("dspark:drafter_batches", "Batches advanced.", "num_batches"),
     ("dspark:drafter_blocks", "Blocks proposed.", "num_blocks"),
@@ -173,6 +186,12 @@ def _rank(page: Page, name: str, stats: dict[str, Any], model: str) -> None:
             page.gauge("dspark:budget_tokens", "K of the last step.", budget, rank=name)
         page.gauge("dspark:price", "Lowest survival worth verifying (λ).", price, rank=name)
         page.gauge("dspark:batch_tokens", "Of the last step.", step["batch_tokens"], rank=name)
+    if stats["group"] is not None:
+        for metric, text, key in GROUP_COUNTERS:
+            page.counter(metric, text, stats["group"][key], rank=name)
+        for metric, text, key in GROUP_GAUGES:
+            if stats["group"][key] is not None:
+                page.gauge(metric, text, stats["group"][key], rank=name)
     predicted = stats["clock"]["last_predicted_s"]
     if predicted is not None:
         text = "Foretold time of the last step."

@@ -62,7 +62,8 @@ class TargetConfig(Section):
         1,
         ge=1,
         le=1024,
-        description="Ranks that share one copy of the experts and step together (expert parallel); 1 = each has all.",
+        description="Ranks that share one copy of the experts, or of a dense model's feed-forwards, and step together; "
+        "1 = each has all.",
     )
     dispatch: Literal["all_gather", "all_to_all"] = Field(
         "all_gather",

@@ -14,7 +14,7 @@ import numpy as np
 from actors.core.layout import StepPlan, StepResult
 from actors.core.lockstep import StepLayout
 from actors.core.messages import CommitBatch, ProposalBatch
-from actors.engine.base import DrafterSpec, TargetSpec
+from actors.engine.base import DrafterSpec, TargetEngine, TargetSpec
 from actors.shell import Seat
 from configs.schema import ClusterConfig
 
@@ -23,7 +23,7 @@ EOS = VOCAB  # never produced
 NUM_IDS = 50_000  # prompts may hold ids of a real tokenizer
 HANG = 996  # a token that no step with it survives
 GAMMA, NUM_RIGHT, TOP_K = 5, 3, 4
-STEP_S, DRAFT_S = 0.004, 0.001
+STEP_S, DRAFT_S, PACED_STEP_S = 0.004, 0.001, 0.03
 
 
 def following(token: int, position: int) -> int:
@@ -83,6 +83,8 @@ class FakeTarget:
 class FakeGroupTarget(FakeTarget):
     """Steps together with the others over a real process group, though it has no experts to share."""
 
+    num_uncaptured = 0
+
     def __init__(self, config: ClusterConfig, seat: Seat) -> None:
         from actors.engine.expert_group import ExpertGroup
 
@@ -96,6 +98,21 @@ class FakeGroupTarget(FakeTarget):
 
     def join(self, *, is_leaving: bool = False) -> StepLayout:
         return self.group.agree(0, is_leaving=is_leaving)
+
+
+def paced_target(config: ClusterConfig, seat: Seat) -> TargetEngine:
+    """A real engine whose steps take at least `PACED_STEP_S`: a stream of a tiny model can be watched."""
+    from cluster.parts import target_engine
+
+    engine = target_engine(config, seat)
+    compute = engine.step
+
+    def paced(plan: StepPlan) -> StepResult:
+        time.sleep(PACED_STEP_S)
+        return compute(plan)
+
+    engine.step = paced  # type: ignore[method-assign]
+    return engine
 
 
 class FakeDrafter:

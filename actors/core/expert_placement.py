@@ -10,6 +10,18 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 
+DENSE_SLICES = 4  # parts a dense feed-forward is computed in, by however few ranks
+
+
+def slices_of(width: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of the parts of a dense feed-forward of intermediate `width` that `num_ranks` ranks share.
+
+    Their outputs are rounded and added part by part, so the same parts give the same bits: there are as many for one
+    rank as for four, and beyond that one a rank. A width too small for that is cut into single columns.
+    """
+    count = min(width, max(DENSE_SLICES, num_ranks))
+    return tuple((i * width // count, (i + 1) * width // count) for i in range(count))
+
 
 @dataclass(frozen=True)
 class ExpertPlacement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,14 +22,19 @@ class ExpertGroup:
 
     Attributes:
         on_layout: is told of every layout before it is computed; it may make collectives of its own, as all ranks do.
-        balance: how evenly experts are loaded and how often they were moved, for whoever asks.
+        balance: load of the hottest rank over the mean (None: not looked at yet), how often experts were moved and how
+            often that failed, for whoever asks.
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
         self.rank, self.size, self.device = rank, size, device
         self.node = 0  # ranks of one machine have the same number
         self.on_layout: Callable[[StepLayout], None] | None = None
-        self.balance = {"expert_imbalance": 1.0, "num_rebalances": 0, "num_failed": 0}
+        self.balance: dict[str, Any] = {
+            "expert_imbalance": None,
+            "num_rebalances": 0,
+            "num_failed_rebalances": 0,
+        }
         self._collective: Collective | None = None
         self.layout = _NOTHING
         self.is_leading = False  # of rank 0: the others only follow, see `Vote.is_leading`

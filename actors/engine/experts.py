@@ -1,4 +1,4 @@
-"""The sparse feed-forward layer of Qwen3-MoE and Mixtral: softmax routing to the k most probable experts."""
+"""Feed-forward layers made of experts: chosen by a softmax router (Qwen3-MoE, Mixtral), or all of them always on."""
 
 from __future__ import annotations
 
@@ -66,34 +66,66 @@ class ExpertStacks:
         return done
 
 
-class MoeLayer:
-    """Router and experts of one layer, all on this rank.
+class Router(Protocol):
+    """Says which experts a token visits, and how much each counts."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int  # experts a token visits
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (fp32) and expert ids of each token of x [B, hidden]; both [B, top_k]."""
+        ...
+
+
+class TopKRouter:
+    """The most probable experts by a softmax.
 
     Args:
-        router: hidden -> num_experts.
-        top_k: experts a token visits.
-        normalise_top_k: whether the visited experts' weights are scaled to sum to one (`norm_topk_prob`).
+        gate: hidden -> num_experts.
+        normalise: whether the visited experts' weights are scaled to sum to one (`norm_topk_prob`).
+    """
+
+    def __init__(self, gate: Linear, top_k: int, normalise: bool) -> None:
+        self.gate, self.top_k, self.normalise = gate, top_k, normalise
+        self.num_experts, self.hidden_size = gate.out_features, gate.in_features
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        probs = torch.softmax(self.gate(x), dim=-1, dtype=torch.float32)
+        weights, expert_ids = torch.topk(probs, self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, expert_ids
+
+
+class AlwaysOn:
+    """Every token visits every expert, in their order and with weight one: slices of one dense feed-forward."""
+
+    def __init__(self, num_experts: int, hidden_size: int) -> None:
+        self.num_experts = self.top_k = num_experts
+        self.hidden_size = hidden_size
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        expert_ids = torch.arange(self.top_k, device=x.device).expand(len(x), -1)
+        return torch.ones(expert_ids.shape, dtype=torch.float32, device=x.device), expert_ids
+
+
+class MoeLayer:
+    """Router and experts of one layer, all on this rank.
 
     Attributes:
         trace: is told of every stage that has just ended; a benchmark measures with it.
     """
 
-    def __init__(self, router: Linear, bank: ExpertBank, top_k: int, normalise_top_k: bool) -> None:
-        self.router, self.bank = router, bank
-        self.top_k, self.normalise_top_k = top_k, normalise_top_k
+    def __init__(self, router: Router, bank: ExpertBank) -> None:
+        self.route, self.bank = router, bank
         self.trace: Callable[[Stage], object] = _ignore
 
     @property
     def num_experts(self) -> int:
-        return self.router.out_features
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (fp32) and expert ids of each token of x [B, hidden]; both [B, top_k]."""
-        probs = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, expert_ids = torch.topk(probs, self.top_k, dim=-1)
-        if self.normalise_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, expert_ids
+        return self.route.num_experts
 
     def __call__(self, x: Tensor) -> Tensor:
         kind = x.device.type

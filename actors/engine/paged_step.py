@@ -81,6 +81,9 @@ class PagedForward:
 
     Args:
         recorder: captures decode steps; None computes every step as it comes.
+
+    Attributes:
+        num_uncaptured: steps that could have been replayed were there a recorder.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class PagedForward:
         self._captured: dict[int, tuple[StaticInputs, Recorded[Outputs]]] = {}
         self.num_replays = 0
         self.num_capture_failures = 0
+        self.num_uncaptured = 0
 
     def __call__(self, plan: StepPlan) -> Outputs:
         """Hidden [B, hidden] and taps of a step; a replayed step's are overwritten by the next one."""
@@ -115,6 +119,7 @@ class PagedForward:
                 hidden, taps = recorded.outputs
                 num = plan.batch_tokens
                 return hidden[:num], None if taps is None else taps[:num]
+        self.num_uncaptured += tier is not None
         return self.model.forward(self.inputs(plan), self.store, self.taps)
 
     def tier_of(self, plan: StepPlan) -> int | None:

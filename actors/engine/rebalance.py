@@ -22,6 +22,7 @@ from actors.engine.sharded_experts import CopyRouting, ShardedMoeLayer
 from actors.engine.target_model import TargetModel
 
 log = logging.getLogger(__name__)
+OBSERVED_STEPS = 256  # between two looks at the load where experts never move
 
 
 class Rebalancer:
@@ -29,7 +30,8 @@ class Rebalancer:
 
     Args:
         tensors: the checkpoint, to read experts from that come to this rank.
-        every_steps: steps of the group between two looks at the load.
+        every_steps: steps of the group between two looks at the load, after which experts may move; 0: they never
+            do, and the load is looked at all the same.
         num_redundant: experts a rank may hold beyond its even share.
     """
 
@@ -41,7 +43,8 @@ class Rebalancer:
         num_redundant: int,
     ) -> None:
         assert model.sharding is not None
-        self._model, self._tensors, self._every_steps = model, tensors, every_steps
+        self._model, self._tensors = model, tensors
+        self._every_steps, self._moves = every_steps or OBSERVED_STEPS, every_steps > 0
         self._group = model.sharding.group
         self._layers = {
             index: layer.mlp
@@ -75,6 +78,8 @@ class Rebalancer:
             layer.load.zero_()
         worst = [imbalance(p, of_layer) for p, of_layer in zip(self.placements, load, strict=True)]
         group.balance["expert_imbalance"] = round(sum(worst) / len(worst), 3)
+        if not self._moves:
+            return
         found = None
         if group.rank == 0:
             found = rebalanced(self.placements, load, gathered[:, -1].tolist(), self._num_slots)
@@ -94,7 +99,7 @@ class Rebalancer:
             ]
         except Exception:  # the ranks go on as they are: this one never says that it is ready
             log.exception("rank %d could not read the experts that should come to it", rank)
-            self._group.balance["num_failed"] += 1
+            self._group.balance["num_failed_rebalances"] += 1
             return
         self._group.plan_epoch = self._applied_epoch + 1
 

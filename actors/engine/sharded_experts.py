@@ -19,8 +19,7 @@ from torch import Tensor
 from actors.core.expert_placement import ExpertPlacement
 from actors.engine.collective import all_gather, reduce_scatter
 from actors.engine.expert_group import ExpertGroup
-from actors.engine.experts import ExpertBank, MoeLayer
-from actors.engine.packed_linear import Linear
+from actors.engine.experts import ExpertBank, MoeLayer, Router
 from kernels import dispatch
 from kernels.token_permute import in_order
 
@@ -66,6 +65,7 @@ class ShardedMoeLayer(MoeLayer):
     """One layer on one rank of a group.
 
     Args:
+        router: the same on all ranks.
         bank: the experts this rank holds, in the order of `sharding.held`.
         sharding: gives the layout of the step under way and its collectives.
         routing: tables of `sharding.placement`, shared by the layers.
@@ -76,14 +76,12 @@ class ShardedMoeLayer(MoeLayer):
 
     def __init__(
         self,
-        router: Linear,
+        router: Router,
         bank: ExpertBank,
-        top_k: int,
-        normalise_top_k: bool,
         sharding: ExpertSharding,
         routing: CopyRouting,
     ) -> None:
-        super().__init__(router, bank, top_k, normalise_top_k)
+        super().__init__(router, bank)
         assert bank.num_experts == len(sharding.held)
         self._group, self._routing = sharding.group, routing
         self.load = torch.zeros(self.num_experts, dtype=torch.int64)
@@ -92,7 +90,7 @@ class ShardedMoeLayer(MoeLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """x [own tokens or more, hidden]: rows beyond this rank's tokens of the step pad it and repeat the last one."""
         num_own = self._group.num_own
-        weights, expert_ids = (t[:num_own] for t in self.route(x))
+        weights, expert_ids = (t[:num_own] for t in self._routed(x))
         self.load += torch.bincount(expert_ids.reshape(-1), minlength=self.num_experts).to("cpu")
         out = self._exchange(x[:num_own], weights, expert_ids)
         if not 0 < num_own < len(x):
@@ -105,19 +103,19 @@ class ShardedMoeLayer(MoeLayer):
 
     def join(self, like: Tensor) -> None:
         """Serve the others' tokens in a step in which this rank has none; `like` gives dtype and device."""
-        self(like.new_empty((0, self.router.in_features)))
+        self(like.new_empty((0, self.route.hidden_size)))
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `MoeLayer.route`; of no tokens nothing is computed."""
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`; of no tokens nothing is computed."""
         if len(x):
-            return super().route(x)
-        shape = (0, self.top_k)
+            return self.route(x)
+        shape = (0, self.route.top_k)
         return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
 
     # --- all-gather, reduce-scatter ---------------------------------------------------------------------------------
 
     def _by_gathering(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        group, top_k = self._group, self.top_k
+        group, top_k = self._group, self.route.top_k
         most = group.layout.most_tokens
         size, hidden = group.size, x.shape[1]
         packed = _pack(x, weights, expert_ids, most)

@@ -11,18 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.core.expert_placement import ExpertPlacement
 from actors.core.layout import StepPlan, StepResult
 from actors.core.lockstep import StepLayout
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, find_model, model_config
 from actors.engine.expert_group import ExpertGroup
+from actors.engine.feed_forward import sharding_of
 from actors.engine.grammars import GrammarDesk, tokenizer_file
 from actors.engine.graphs import CudaGraphRecorder
 from actors.engine.paged_step import PagedForward
 from actors.engine.rebalance import Rebalancer
 from actors.engine.row_invariance import rows_are_invariant
-from actors.engine.sharded_experts import ExpertSharding
 from actors.engine.special_rows import SpecialStep
 from actors.engine.target_model import StepInputs, TargetModel
 from actors.engine.weights import Checkpoint, CheckpointError
@@ -116,6 +115,11 @@ class TorchTargetEngine:
         assert self.model.sharding is not None, "this rank is in no group"
         return self.model.sharding.group
 
+    @property
+    def num_uncaptured(self) -> int:
+        """Steps that a GPU could have replayed from a graph, were it not for a group or a failed capture."""
+        return self.paged.num_uncaptured if self.paged else 0
+
     @torch.inference_mode()
     def join(self, *, is_leaving: bool = False) -> StepLayout:
         """The part of this rank in a step of its group for which it has no token itself.
@@ -199,7 +203,7 @@ def load_engine(
         tap_layer_ids: 0-based layers whose outputs the drafter wants.
         progress: show a bar when the bundled model is converted for the first time.
         captures: see `TorchTargetEngine`.
-        group: this rank's place among those that share the experts; None: it holds all of them.
+        group: this rank's place among those that share the feed-forwards; None: it holds all of them.
 
     Raises CheckpointError (UnsupportedModelError) naming the field or tensor that does not fit.
     """
@@ -216,9 +220,9 @@ def load_engine(
         device,
         config.model.numerics,
         config.model.max_model_len,
-        _sharding(facts, config, group),
+        sharding_of(facts, group, config.target.dispatch),
     )
-    if group is not None and config.target.rebalance_steps:
+    if group is not None and facts.moe is not None:
         Rebalancer(model, tensors, config.target.rebalance_steps, config.target.redundant_experts)
     block_size = config.target.block_size
     num_blocks = config.target.kv_cache_tokens // block_size
@@ -243,22 +247,10 @@ def load_engine(
     grammars = GrammarDesk(
         tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
     )
-    return TorchTargetEngine(model, store, spec, grammars, captures=captures)
-
-
-def _sharding(
-    facts: ModelConfig, config: ClusterConfig, group: ExpertGroup | None
-) -> ExpertSharding | None:
-    if group is None:
-        return None
-    experts = facts.moe.num_experts if facts.moe else 0
-    if group.size > experts:
-        raise CheckpointError(
-            f"target.group_size={group.size}: {config.model.path} has {experts} experts a layer to share; "
-            f"use at most {max(1, experts)}"
-        )
-    placement = ExpertPlacement.even(experts, group.size)
-    return ExpertSharding(group, placement, config.target.dispatch)
+    engine = TorchTargetEngine(model, store, spec, grammars, captures=captures)
+    if group is not None and engine.paged is not None and captures:
+        log.warning("steps of a group hold collectives and are not captured: all run uncaptured")
+    return engine
 
 
 def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:
@@ -266,6 +258,12 @@ def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[i
         raise CheckpointError(
             f"model.max_model_len={config.model.max_model_len} is beyond the {facts.max_position} positions of "
             f"{config.model.path}; lower it"
+        )
+    target = config.target
+    if facts.moe is None and target.group_size > 1 and target.rebalance_steps:
+        raise CheckpointError(
+            f"target.rebalance_steps={target.rebalance_steps}: {config.model.path} has no experts to move, its ranks "
+            "share a dense feed-forward evenly; set it to 0"
         )
     beyond = [i for i in tap_layer_ids if not 0 <= i < facts.num_layers]
     if beyond:

@@ -6,27 +6,25 @@ rotation is then one complex product. Nothing outside sees that order, because q
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actors.engine.checkpoint import ModelConfig
-from actors.engine.experts import ExpertBank, ExpertList, ExpertStacks, MoeLayer
-from actors.engine.packed_linear import NO_BIASES, GatedMlp, Linear, Numerics, TiledLinear, min_rows
+from actors.engine.experts import ExpertBank, MoeLayer
+from actors.engine.feed_forward import FeedForwards, Ids
+from actors.engine.packed_linear import GatedMlp, Linear, Numerics, TiledLinear, min_rows
 from actors.engine.rotary import pair_halves, rotation_table
-from actors.engine.sharded_experts import CopyRouting, ExpertSharding, ShardedMoeLayer
-from actors.engine.tensor_names import check_tensors, expert_names
+from actors.engine.sharded_experts import ExpertSharding, ShardedMoeLayer
+from actors.engine.tensor_names import check_tensors
 from actors.engine.weights import ModelTensors
 from kernels import dispatch
 from kernels.kv_store import KvStore
 from kernels.paged_attention import PagedLayout
 from kernels.ragged_attention import AttentionLayout, attend
 from kernels.rms_norm import RmsNorm
-
-Ids = Sequence[int]
-Kept = Mapping[int, GatedMlp]  # experts that need not be read, by id
 
 
 @dataclass
@@ -57,7 +55,7 @@ class TargetModel:
         config: what `config.json` says.
         tensors: the checkpoint by name; read once, tensor by tensor.
         max_len: positions the rotary table covers.
-        sharding: this rank's place in its group, of which it loads its own experts only; None: all of them.
+        sharding: this rank's place in its group: it loads its own experts or slices only; None: all of them.
 
     Raises CheckpointError naming a missing, unexpected or misshapen tensor.
     """
@@ -75,10 +73,10 @@ class TargetModel:
         check_tensors(tensors, config)
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
         self.sharding = sharding
-        self._routing = CopyRouting(sharding.placement, device) if sharding else None
         # What a GPU needs for rows that do not depend on each other; oneDNN gives it on a CPU.
         is_tiled = device.type == "cuda" and numerics == "reproducible"
         self._linear = TiledLinear if is_tiled else Linear
+        self._feed_forwards = FeedForwards(config, device, numerics, self._linear, sharding)
         source = ModelTensors(tensors, dtype, device)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = source.take("model.embed_tokens.weight", *table)
@@ -117,7 +115,7 @@ class TargetModel:
             qk_norm=self._qk_norm(source, attention) if config.qk_norm else None,
             output=output,
             mlp_norm=self._norm(source, f"{prefix}.post_attention_layernorm"),
-            mlp=self._moe(source, prefix) if config.is_sparse(index) else self._mlp(source, prefix),
+            mlp=self._feed_forwards.layer(source, index),
         )
 
     def _norm(self, source: ModelTensors, name: str) -> RmsNorm:
@@ -131,60 +129,14 @@ class TargetModel:
         weights = [pair_halves(w, dim).expand(count, dim) for w, count in both]
         return RmsNorm(torch.cat(weights), self.config.norm_eps)
 
-    def _mlp(self, source: ModelTensors, prefix: str) -> GatedMlp:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        gate, up, down = (
-            source.take(f"{prefix}.mlp.{p}_proj.weight", *shape) for p, shape in shapes.items()
-        )
-        biases = NO_BIASES
-        if self.config.mlp_bias:
-            a, b, c = (
-                source.take(f"{prefix}.mlp.{p}_proj.bias", shape[0]) for p, shape in shapes.items()
-            )
-            biases = (a, b, c)
-        return GatedMlp(gate, up, down, biases, self._linear)
-
-    def _moe(self, source: ModelTensors, prefix: str) -> MoeLayer:
-        moe, hidden = self.config.moe, self.config.hidden_size
-        assert moe is not None
-        name = expert_names(self.config)[0]
-        router = self._linear(source.take(f"{prefix}.{name}", moe.num_experts, hidden))
-        held = self.sharding.held if self.sharding else range(moe.num_experts)
-        facts = (router, self._bank(source, prefix, held, {}), moe.top_k, moe.normalise_top_k)
-        if self.sharding is None or self._routing is None:
-            return MoeLayer(*facts)
-        return ShardedMoeLayer(*facts, self.sharding, self._routing)
-
-    def _bank(self, source: ModelTensors, prefix: str, held: Ids, kept: Kept) -> ExpertBank:
-        """These experts of a layer, read from `source` but for those `kept` from before."""
-        moe, hidden = self.config.moe, self.config.hidden_size
-        assert moe is not None
-        _, experts, (gate, up, down) = expert_names(self.config)
-        inner = moe.intermediate_size
-
-        def weights(index: int) -> tuple[Tensor, Tensor, Tensor]:
-            own = f"{prefix}.{experts}.{index}"
-            return (
-                source.take(f"{own}.{gate}", inner, hidden),
-                source.take(f"{own}.{up}", inner, hidden),
-                source.take(f"{own}.{down}", hidden, inner),
-            )
-
-        if self.device.type == "cuda":
-            gates, ups, downs = zip(*map(weights, held), strict=True)
-            return ExpertStacks(torch.stack(gates), torch.stack(ups), torch.stack(downs))
-        made = [kept.get(index) or GatedMlp(*weights(index)) for index in held]
-        return ExpertList(made, min_rows(self.numerics))
-
     def expert_bank(
         self, tensors: Mapping[str, Tensor], layer: int, held: Ids, before: Ids
     ) -> ExpertBank:
         """Another choice of experts for a layer; those it already holds (`before`, in order) are not read again."""
         source = ModelTensors(tensors, self.dtype, self.device)
-        bank = self.layers[layer].mlp.bank  # type: ignore[union-attr]
-        kept = dict(zip(before, bank.experts, strict=True)) if isinstance(bank, ExpertList) else {}
-        return self._bank(source, f"model.layers.{layer}", held, kept)
+        present = self.layers[layer].mlp
+        assert isinstance(present, MoeLayer)
+        return self._feed_forwards.bank(source, layer, held, present, before)
 
     # --- computing --------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,14 @@ class Checkpoint(Mapping[str, Tensor]):
             self[name]  # raises with the full message
         return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Return entries start to stop of `name` along `dim` (0 or 1); the others are not read."""
+        if name not in self._file_of:
+            self[name]  # raises with the full message
+        stored = self._handles[self._file_of[name]].get_slice(name)
+        tensor: Tensor = stored[start:stop] if dim == 0 else stored[:, start:stop]
+        return tensor
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return `name` as `dtype` after checking its shape; raise CheckpointError otherwise."""
         tensor = self[name]
@@ -105,13 +113,25 @@ class ModelTensors:
         self._tensors, self._dtype, self._device = tensors, dtype, device
 
     def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name` of `shape`."""
         tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
+        self._check(name, tuple(tensor.shape), shape)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def take_part(self, name: str, dim: int, start: int, stop: int, *shape: int) -> Tensor:
+        """Entries start to stop along `dim` of the tensor `name`, which is of `shape`; of a file no more is read."""
+        if stop - start == shape[dim] or not isinstance(self._tensors, Checkpoint):
+            return self.take(name, *shape).narrow(dim, start, stop - start)
+        self._check(name, self._tensors.shape(name), shape)
+        part = self._tensors.part(name, dim, start, stop)
+        return part.to(device=self._device, dtype=self._dtype)
+
+    def _check(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
             raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
+                f"tensor {name!r} has shape {list(found)}, config.json asks for {list(wanted)}; "
                 "the two are of different models"
             )
-        return tensor.to(device=self._device, dtype=self._dtype)
 
 
 def check_names(checkpoint: Mapping[str, Tensor], wanted: set[str], optional: set[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.core.expert_placement import ExpertPlacement, rank_loads
+from actors.core.expert_placement import DENSE_SLICES, ExpertPlacement, rank_loads, slices_of
 
 PLACEMENTS = st.integers(1, 5).flatmap(
     lambda ranks: st.lists(
@@ -60,3 +60,17 @@ def test_an_expert_on_no_rank_or_on_a_strange_one_is_refused(
 ) -> None:
     with pytest.raises(AssertionError, match="expert"):
         ExpertPlacement(2, holders)
+
+
+@given(width=st.integers(1, 400), ranks=st.integers(1, 12))
+def test_slices_cover_a_dense_layer_and_are_the_same_for_any_few_ranks(
+    width: int, ranks: int
+) -> None:
+    found = slices_of(width, ranks)
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert found[-1][1] == width
+    sizes = {stop - start for start, stop in found}
+    assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
+    assert len(found) == min(width, max(DENSE_SLICES, ranks))
+    if ranks <= DENSE_SLICES:
+        assert found == slices_of(width, 1)

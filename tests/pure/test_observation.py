@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.core.messages import LoadView, RankLoad, VerifyBudget
+from cluster import exposition as exposed
 from cluster.exposition import exposition
 from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observation, Observer
 from cluster.telemetry import DispatchCounters, FrontMetrics
@@ -154,3 +155,30 @@ async def test_the_scrape_says_what_the_allocator_thinks_of_each_rank() -> None:
     assert found["dspark:fallback_steps_total", "b"] == 0
     assert found["dspark:refused_curves_total", None] == 2
     assert not {(name, rank) for name, rank in found if rank == "b" and "rank_" in name}
+
+
+def rank_stats(group: dict[str, Any] | None) -> dict[str, Any]:
+    names = [key for _, _, key in (*exposed.RANK_COUNTERS, *exposed.RANK_GAUGES)]
+    clock = {key: 0.0 for _, _, key in exposed.RANK_SECONDS} | {"last_predicted_s": None}
+    counts: dict[str, list[int]] = {
+        key: [] for key in ("proposed", "scheduled", "accepted", "expected")
+    }
+    acceptance = {**counts, "num_rounds": 0, "ece": None}
+    more = {"clock": clock, "acceptance": acceptance, "last_step": None, "link": {}}
+    return {**dict.fromkeys(names, 1), **more, "group": group}
+
+
+async def test_the_scrape_says_how_even_the_load_of_a_group_is() -> None:
+    group = {key: 2 for _, _, key in (*exposed.GROUP_COUNTERS, *exposed.GROUP_GAUGES)}
+
+    def scraped(group: dict[str, Any] | None) -> dict[str, float]:
+        seen = Observation(members=(TARGET,), stats={"target-0": rank_stats(group)})
+        families = text_string_to_metric_families(exposition(seen, "m"))
+        return {s.name: s.value for family in families for s in family.samples}
+
+    found = scraped({**group, "expert_imbalance": 1.25, "most_imbalance": 1.5})
+    assert found["dspark:expert_imbalance"] == 1.25
+    assert found["dspark:worst_token_imbalance"] == 1.5
+    assert found["dspark:rebalances_total"] == found["dspark:uncaptured_steps_total"] == 2
+    assert "dspark:expert_imbalance" not in scraped({**group, "expert_imbalance": None})
+    assert not [name for name in scraped(None) if "group" in name or "imbalance" in name]

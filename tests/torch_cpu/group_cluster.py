@@ -72,13 +72,14 @@ class TextDrafter:
             draft[row, : len(known)] = known
             draft[row, 2] = (draft[row, 2] + (at % 3 == 0)) % 150
         noise = self._jitter * self._rng.random(draft.shape)
+        confidences = np.clip(np.array([0.9, 0.8, 0.3]) - noise, 0.01, 1.0)
         return ProposalBatch(
             drafter=self.spec.name,
             request_ids=tuple(batch.request_ids[i] for i in wanted),
             generations=batch.generations[wanted],
             committed_lens=batch.committed_lens[wanted],
             draft_token_ids=draft,
-            confidences=(np.array([0.9, 0.8, 0.3]) + noise).astype(np.float32),
+            confidences=confidences.astype(np.float32),
             q_ids=draft[:, :, None].copy(),
             q_probs=np.ones((*draft.shape, 1), np.float32),
             draft_time_s=0.0,

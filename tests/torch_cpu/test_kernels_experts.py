@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from actors.engine.experts import ExpertList, MoeLayer
+from actors.engine.experts import ExpertList, MoeLayer, TopKRouter
 from actors.engine.packed_linear import GatedMlp, Linear
 from kernels.grouped_gemm import grouped_apply
 from kernels.token_permute import combine, permutation
@@ -62,7 +62,7 @@ def layer(normalise: bool, dtype: torch.dtype = torch.float32) -> tuple[MoeLayer
     stacks = [weight(EXPERTS, INNER, HIDDEN), weight(EXPERTS, INNER, HIDDEN)]
     stacks.append(weight(EXPERTS, HIDDEN, INNER))
     experts = [GatedMlp(gate, up, down) for gate, up, down in zip(*stacks, strict=True)]
-    made = MoeLayer(Linear(router), ExpertList(experts, min_rows=2), TOP_K, normalise)
+    made = MoeLayer(TopKRouter(Linear(router), TOP_K, normalise), ExpertList(experts, min_rows=2))
     return made, [router, *stacks]
 
 

@@ -1,8 +1,10 @@
-"""Engines of a group step together: the bits of one engine with all experts, whoever is idle, over threads and gloo."""
+"""Engines of a group step together: the bits of one engine with all parts, whoever is idle, over threads and gloo."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.core.lockstep import CollectiveError, LockstepError, StepLayout
 from actors.engine import target_engine
 from actors.engine.collective import Collective, DistributedCollective, open_store
 from actors.engine.expert_group import ExpertGroup
@@ -19,7 +22,7 @@ from actors.engine.target_engine import TorchTargetEngine
 from actors.engine.trial import TrialSequences
 from actors.engine.weights import Checkpoint, CheckpointError
 from tests.torch_cpu.oracle_models import engine_of, expected
-from tests.torch_cpu.thread_ranks import ThreadCollective, on_ranks
+from tests.torch_cpu.thread_ranks import Board, ThreadCollective, on_ranks
 
 # What each rank runs in each step: tokens by row. Ranks are idle, prefill, decode and verify beside each other.
 SCHEDULE: list[dict[int, dict[int, int]]] = [
@@ -55,10 +58,16 @@ def steps_of(
     return found
 
 
-def whole(model_dir: Path, size: int) -> list[list[Tensor]]:
-    """The same steps by engines that have all experts, rank by rank."""
+def whole(model_dir: Path, size: int, *, in_slices: bool = False) -> list[list[Tensor]]:
+    """The same steps by engines that have all experts, or all slices of a dense model, rank by rank."""
     ids = expected(model_dir).token_ids
-    return [steps_alone(engine_of(model_dir), ids, rank, size) for rank in range(size)]
+
+    def engine() -> TorchTargetEngine:
+        if not in_slices:
+            return engine_of(model_dir)
+        return engine_in(model_dir, Board(1).collectives()[0], "all_gather")
+
+    return [steps_alone(engine(), ids, rank, size) for rank in range(size)]
 
 
 def steps_alone(
@@ -88,7 +97,31 @@ def test_a_group_computes_what_one_rank_with_all_experts_does(
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("mode", DISPATCH_MODES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen2", "qwen3"])
+def test_a_group_that_shares_a_dense_model_computes_what_one_rank_does(
+    oracle_models: Path, name: str, size: int, mode: str
+) -> None:
+    """Bit for bit what one rank makes of the same slices; up to rounding what the whole feed-forward gives."""
+    folder = oracle_models / name
+    torch.set_num_threads(1)
+    ids = expected(folder).token_ids
+
+    def rank(collective: ThreadCollective) -> list[Tensor]:
+        return steps_of(engine_in(folder, collective, mode), ids, collective.rank, size)
+
+    found, _ = on_ranks(size, rank)
+    in_slices, plain = whole(folder, size, in_slices=True), whole(folder, size)
+    for ours, theirs, uncut in zip(found, in_slices, plain, strict=True):
+        assert len(ours) == len(theirs) > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        for a, b in zip(ours, uncut, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+            assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama_biased", "qwen2"])
 def test_sharded_experts_equal_transformers(oracle_models: Path, name: str) -> None:
     want = expected(oracle_models / name)
 
@@ -118,11 +151,48 @@ def test_a_rank_reads_only_its_own_experts(
     assert any("gate.weight" in name for name in read)
 
 
+def test_a_rank_of_a_dense_group_reads_only_its_own_slices(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_names: list[str] = []
+    parts: dict[str, set[tuple[int, int, int]]] = {}
+
+    class Recording(Checkpoint):
+        def __getitem__(self, name: str) -> Tensor:
+            whole_names.append(name)
+            return super().__getitem__(name)
+
+        def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+            parts.setdefault(name.split(".mlp.")[1], set()).add((dim, start, stop))
+            return super().part(name, dim, start, stop)
+
+    monkeypatch.setattr(target_engine, "Checkpoint", Recording)
+    engine_of(oracle_models / "llama_biased", group=ExpertGroup(1, 2))
+    # The intermediate width is 96: rank 1 of 2 has the last two of four slices.
+    rows, columns = {(0, 48, 72), (0, 72, 96)}, {(1, 48, 72), (1, 72, 96)}
+    kinds = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
+    assert parts == {**dict.fromkeys(kinds, rows), "down_proj.weight": columns}
+    assert not [name for name in whole_names if ".mlp." in name]
+
+
+def test_a_dense_group_has_no_experts_to_move(oracle_models: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rebalance_steps=9.*no experts to move"):
+        engine_of(
+            oracle_models / "llama",
+            group=ExpertGroup(0, 2),
+            group_size=2,
+            num_ranks=2,
+            rebalance_steps=9,
+        )
+
+
 def test_a_group_larger_than_the_number_of_experts_is_refused(oracle_models: Path) -> None:
     with pytest.raises(CheckpointError, match=r"group_size=5.*has 4 experts"):
         engine_of(oracle_models / "mixtral", group=ExpertGroup(0, 5))
-    with pytest.raises(CheckpointError, match="0 experts a layer to share; use at most 1"):
-        engine_of(oracle_models / "llama", group=ExpertGroup(0, 2))
+    with pytest.raises(
+        CheckpointError, match=r"97.*has 96 columns in a feed-forward to share; use at"
+    ):
+        engine_of(oracle_models / "llama", group=ExpertGroup(0, 97))
 
 
 def test_rows_are_invariant_in_a_group_too(oracle_models: Path) -> None:
@@ -165,3 +235,52 @@ def test_a_group_over_gloo_gives_the_same_bits(oracle_models: Path, mode: str) -
 
     for ours, theirs in zip(over_gloo(2, rank), want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def skips_the_experts(engine: TorchTargetEngine) -> None:
+    engine.model.join = lambda: None  # type: ignore[method-assign]
+
+
+def skips_the_vote(engine: TorchTargetEngine) -> None:
+    engine.join = lambda **_: engine.group.layout  # type: ignore[method-assign]
+
+
+def lays_out_by_itself(engine: TorchTargetEngine) -> None:
+    """As if its own confidences told it how many tokens the other rank has."""
+    agree = engine.group.agree
+
+    def own_view(*arguments: Any, **options: Any) -> StepLayout:
+        layout = agree(*arguments, **options)
+        engine.group.layout = replace(layout, num_tokens=(layout.num_tokens[0] + 1, 0))
+        return engine.group.layout
+
+    engine.group.agree = own_view  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [
+        *itertools.product([skips_the_experts, skips_the_vote], DISPATCH_MODES),
+        (lays_out_by_itself, "all_gather"),  # all_to_all takes no shape from the layout
+    ],
+)
+def test_an_idle_rank_that_parts_from_its_group_is_found_within_the_bound(
+    oracle_models: Path, fault: Callable[[TorchTargetEngine], None], mode: str
+) -> None:
+    """Faults that the tests above and of the matrix would find."""
+    folder, bound_s = oracle_models / "mixtral", 1.0
+    ids = expected(folder).token_ids
+
+    def rank(collective: ThreadCollective) -> None:
+        engine = engine_in(folder, collective, mode)
+        if collective.rank:
+            fault(engine)
+        rows = TrialSequences(engine, ids)
+        for _ in range(3):
+            if collective.rank:
+                engine.join()
+            else:
+                rows.logits({0: 2})
+
+    with pytest.raises((CollectiveError, LockstepError, AssertionError, RuntimeError)):
+        on_ranks(2, rank, bound_s)

@@ -13,7 +13,8 @@ import torch
 
 from actors.core.layout import StepPlan
 from actors.engine import packed_linear, paged_step
-from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer
+from actors.engine.expert_group import ExpertGroup
+from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer, TopKRouter
 from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
 from actors.engine.paged_step import PagedForward
@@ -81,7 +82,21 @@ def check(engine: TorchTargetEngine, forward: PagedForward) -> None:
 
 
 def test_paged_kernels_compute_the_same_steps(engine: TorchTargetEngine) -> None:
-    check(engine, paged(engine, None))
+    forward = paged(engine, None)
+    check(engine, forward)
+    assert forward.num_uncaptured == 4  # the rounds; prompts are never captured
+
+
+def test_a_group_on_a_gpu_says_that_it_runs_uncaptured(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "implementation", lambda op, kind: "triton")
+    alone = engine_of(oracle_models / "mixtral")
+    assert alone.paged is not None and alone.paged._recorder is not None
+    assert "uncaptured" not in caplog.text
+    grouped = engine_of(oracle_models / "mixtral", group=ExpertGroup(0, 2))
+    assert grouped.paged is not None and grouped.paged._recorder is None
+    assert "all run uncaptured" in caplog.text and grouped.num_uncaptured == 0
 
 
 def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(
@@ -91,7 +106,7 @@ def test_a_captured_step_is_replayed_for_every_plan_of_its_tier(
     check(engine, forward)
     # Bounds 12, 11, 10 and 12 are all of tier 12, whatever was scheduled.
     assert recorder.num_records == 1
-    assert forward.num_replays == 4
+    assert forward.num_replays == 4 and forward.num_uncaptured == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2_windowed", "qwen3_moe", "mixtral"])
@@ -124,7 +139,7 @@ def stacked(layer: MoeLayer) -> MoeLayer:
     halves = [expert._gate_up._weight.chunk(2) for expert in experts]
     gate, up = (torch.stack(part) for part in zip(*halves, strict=True))
     bank = ExpertStacks(gate, up, torch.stack([expert.down._weight for expert in experts]))
-    return MoeLayer(layer.router, bank, layer.top_k, layer.normalise_top_k)
+    return MoeLayer(layer.route, bank)
 
 
 BROKEN = {
@@ -175,13 +190,13 @@ def test_a_failed_capture_is_counted_and_steps_run_on(
 @pytest.mark.parametrize("normalise", [True, False])
 def test_stacked_experts_are_the_same_layer(normalise: bool) -> None:
     rng = torch.Generator().manual_seed(1)
-    router = Linear(torch.randn(4, 16, generator=rng))
+    router = TopKRouter(Linear(torch.randn(4, 16, generator=rng)), 2, normalise)
     gate, up = (torch.randn(4, 12, 16, generator=rng) * 0.3 for _ in range(2))
     down = torch.randn(4, 16, 12, generator=rng) * 0.3
     loose = [GatedMlp(*weights) for weights in zip(gate, up, down, strict=True)]
     x = torch.randn(9, 16, generator=rng)
-    want = MoeLayer(router, ExpertList(loose, 1), 2, normalise)(x)
-    found = MoeLayer(router, ExpertStacks(gate, up, down), 2, normalise)(x)
+    want = MoeLayer(router, ExpertList(loose, 1))(x)
+    found = MoeLayer(router, ExpertStacks(gate, up, down))(x)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
 
 

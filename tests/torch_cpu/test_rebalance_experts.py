@@ -97,13 +97,29 @@ def test_moving_experts_evens_a_skewed_load(oracle_models: Path, tmp_path: Path)
         engine, rebalancer = rebalancing(folder, collective, "all_gather", 0)
         worst = []
         for _ in decode(rows_of(engine, collective.rank)):
-            worst.append(float(engine.group.balance["expert_imbalance"]))
+            worst.append(float(engine.group.balance["expert_imbalance"] or 1.0))
             if rebalancer._reader is not None:
                 rebalancer._reader.join(30)
         return max(worst), worst[-1]
 
     for before, after in on_ranks(2, rank)[0]:
         assert before > 1.6 and after < 1.4
+
+
+def test_the_load_of_experts_that_never_move_is_looked_at_too(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.engine.rebalance.OBSERVED_STEPS", EVERY)
+    monkeypatch.setattr("actors.core.expert_balance.MIN_GAIN", -10.0)
+
+    def rank(collective: ThreadCollective) -> dict[str, float]:
+        engine = engine_in(mixtral, collective, "all_gather")
+        assert engine.group.balance["expert_imbalance"] is None
+        list(decode(rows_of(engine, collective.rank)))
+        return engine.group.balance
+
+    first, second = on_ranks(2, rank)[0]
+    assert first == second and first["expert_imbalance"] > 1 and first["num_rebalances"] == 0
 
 
 def test_ranks_go_on_when_one_cannot_read_its_new_experts(
@@ -121,8 +137,10 @@ def test_ranks_go_on_when_one_cannot_read_its_new_experts(
             )
         return list(decode(rows_of(engine, collective.rank)))[-1], engine.group.balance
 
-    for (found, balance), wanted in zip(on_ranks(2, rank)[0], want, strict=True):
+    results = on_ranks(2, rank)[0]
+    for (found, balance), wanted in zip(results, want, strict=True):
         assert torch.equal(found, wanted) and balance["num_rebalances"] == 0
+    assert [balance["num_failed_rebalances"] for _, balance in results] == [0, 1]
     assert "could not read the experts" in caplog.text
 
 

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.core.expert_placement import ExpertPlacement
+from actors.core.expert_placement import ExpertPlacement, slices_of
 from actors.engine.expert_group import ExpertGroup
-from actors.engine.experts import ExpertBank, ExpertList, ExpertStacks, MoeLayer
+from actors.engine.experts import (
+    AlwaysOn,
+    ExpertBank,
+    ExpertList,
+    ExpertStacks,
+    MoeLayer,
+    TopKRouter,
+)
 from actors.engine.packed_linear import GatedMlp, Linear
 from actors.engine.sharded_experts import (
     DISPATCH_MODES,
@@ -64,7 +71,10 @@ class Weights:
         return ExpertList([GatedMlp(self.gate[e], self.up[e], self.down[e]) for e in own], 2)
 
     def whole(self, top_k: int, stacked: bool = False) -> MoeLayer:
-        return MoeLayer(Linear(self.router), self.bank(tuple(range(EXPERTS)), stacked), top_k, True)
+        return MoeLayer(self.routed(top_k), self.bank(tuple(range(EXPERTS)), stacked))
+
+    def routed(self, top_k: int) -> TopKRouter:
+        return TopKRouter(Linear(self.router), top_k, True)
 
 
 def sharded(
@@ -86,10 +96,8 @@ def sharded(
         group.attach(collective)
         sharding = ExpertSharding(group, placed, mode)
         layer = ShardedMoeLayer(
-            Linear(weights.router),
+            weights.routed(top_k),
             CountingBank(weights.bank(sharding.held, stacked)),
-            top_k,
-            True,
             sharding,
             CopyRouting(placed, CPU),
         )
@@ -189,3 +197,48 @@ def test_every_expert_group_rank_makes_the_same_collectives() -> None:
     for mode, calls in (("all_gather", 3), ("all_to_all", 4)):
         _, board = sharded(Weights(), tokens, cast(DispatchMode, mode))
         assert len(board.calls) == calls  # the vote, then the layer's
+
+
+@pytest.mark.parametrize("mode", DISPATCH_MODES)
+@settings(deadline=None, max_examples=15)
+@given(
+    counts=st.sampled_from([1, 2, 3, 4]).flatmap(
+        lambda size: st.lists(st.sampled_from([0, 1, 2, 9, 17]), min_size=size, max_size=size)
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_slices_of_a_dense_layer_are_experts_that_are_always_on(
+    mode: DispatchMode, counts: list[int], dtype: torch.dtype
+) -> None:
+    """Whoever holds them, their sum has the bits of one rank's; in fp32 it is the uncut layer up to rounding."""
+    torch.set_num_threads(1)
+    weights = Weights(dtype)
+    gate, up, down = weights.gate[0], weights.up[0], weights.down[0]
+    tokens = [some_tokens(n, seed, dtype) for seed, n in enumerate(counts)]
+    bounds = slices_of(INNER, len(counts))
+
+    def slices(held: tuple[int, ...]) -> ExpertList:
+        parts = [slice(*bounds[index]) for index in held]
+        return ExpertList([GatedMlp(gate[p], up[p], down[:, p]) for p in parts], 2)
+
+    router = AlwaysOn(len(bounds), HIDDEN)
+    alone = MoeLayer(router, slices(tuple(range(len(bounds)))))
+    placed = ExpertPlacement.even(len(bounds), len(counts))
+
+    def rank(collective: ThreadCollective) -> Tensor:
+        own = tokens[collective.rank]
+        group = ExpertGroup(collective.rank, len(counts))
+        group.attach(collective)
+        sharding = ExpertSharding(group, placed, mode)
+        routing = CopyRouting(placed, CPU)
+        layer = ShardedMoeLayer(router, slices(sharding.held), sharding, routing)
+        group.agree(len(own))
+        return layer(own)
+
+    found, _ = on_ranks(len(counts), rank)
+    uncut = GatedMlp(gate, up, down)
+    for own, got in zip(tokens, found, strict=True):
+        if len(own):
+            assert torch.equal(got, alone(own))
+            tolerance = 2e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(got, uncut(own), atol=tolerance, rtol=tolerance)

@@ -173,3 +173,25 @@ def test_measuring_stages_leaves_experts_as_they_were(oracle_models: Path) -> No
     before = [layer.mlp.trace for layer in engine.model.layers]  # type: ignore[union-attr]
     moe_stages_ms(engine, 2)
     assert [layer.mlp.trace for layer in engine.model.layers] == before  # type: ignore[union-attr]
+
+
+def test_stages_of_a_step_with_experts_add_up_to_the_step_of_median_length(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors.engine import moe_bench
+    from tests.torch_cpu.oracle_models import engine_of
+
+    ticks, totals = np.random.default_rng(3).random(10_000).cumsum(), []
+    step, clock = moe_bench._step, SimpleNamespace(perf_counter=iter(ticks.tolist()).__next__)
+
+    def watched(*arguments: object) -> None:
+        step(*arguments)  # type: ignore[arg-type]
+        totals.append(sum(arguments[-1].seconds.values()) * 1e3)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(moe_bench, "time", clock)
+    monkeypatch.setattr(moe_bench, "_step", watched)
+    engine = engine_of(oracle_models / "mixtral", max_model_len=256)
+    found = moe_bench.moe_stages_ms(engine, 2)
+    served = sorted(totals[moe_bench.WARM_UP_STEPS :])
+    assert len(served) == moe_bench.MEASURED_STEPS
+    assert sum(found.values()) == pytest.approx(served[len(served) // 2], abs=0.01)
