@@ -14,6 +14,7 @@ from actors.core.local_policy import LocalPolicy
 from actors.core.messages import Endpoint
 from actors.core.own_profile import StepTimes
 from actors.core.prefix_scheduler import allocate
+from actors.core.rank_calibration import RankCalibration
 from actors.core.service_class import ClassAllocation, classes_of
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.group_member import GroupMember
@@ -70,6 +71,11 @@ def decider_of(rank: Endpoint, config: ClusterConfig, policy: LocalPolicy) -> Ti
     classes = classes_of(config.policy)
     weighed = ClassAllocation(classes) if classes else None
     return TimedDecider(rank.name, rank.epoch, policy, allocate, policy.drafting, weighed)
+
+
+def calibration_of(config: ClusterConfig) -> RankCalibration:
+    """What learns how true the drafter's confidences are."""
+    return RankCalibration(gamma_of(config), config.calibration, config.policy.name)
 
 
 def policy_of(config: ClusterConfig) -> LocalPolicy:

@@ -22,6 +22,7 @@ from actors.group_member import GroupMember
 from actors.link import Role
 from actors.rank_start import (
     MeasureSteps,
+    calibration_of,
     decider_of,
     gamma_of,
     limits_of,
@@ -110,7 +111,7 @@ class TargetActor(Shell):
         if self._profile.problem:
             self._warn(self._profile.problem)
         self._decider = decider_of(endpoint, config, self._policy)
-        self._rank = Rank(endpoint, limits_of(spec, config), self._decider)
+        self._rank = Rank(endpoint, limits_of(spec, config), self._decider, calibration_of(config))
         self._spec = spec
         self._spans = RankSpans(endpoint.name, tracing.tracer())
         return note
@@ -190,6 +191,8 @@ class TargetActor(Shell):
         if self._member:
             self._member.stepped()
         outgoing = rank.apply(plan, result, time.monotonic(), time.perf_counter() - started)
+        for note in rank.notes:
+            log.warning("%s: %s", self.seat.name, note)
         landed, report = rank.landed, rank.report
         assert landed is not None and report is not None
         outgoing = self._spans.landed(*landed, outgoing, started_ns, time.time_ns())
@@ -222,8 +225,7 @@ class TargetActor(Shell):
                 *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
             )
         self._take_leave(old, new)
-        speculates = self._config.policy.name != "none"
-        rank.set_drafters([drafter.endpoint for drafter in usable if speculates])
+        rank.set_drafters([d.endpoint for d in usable if self._config.policy.name != "none"])
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
         if drafting_changed and usable and self._profile is not None:
@@ -281,14 +283,12 @@ class TargetActor(Shell):
         return await self.on_loop(self._stats)
 
     def _stats(self) -> dict[str, Any]:
-        rank, decision_s, step_s = self._rank, self._decider.seconds, self._clock.step_s
+        rank, step_s = self._rank, self._clock.step_s
         return {
             **rank_stats(rank),
             **rank_view(rank.counters, self._clock, self._policy.times, rank.landed),
-            "max_running": rank.limits.max_running,
             "step_s": step_s,
-            "decision_s": decision_s,
-            "decision_share": decision_s / step_s if step_s else None,
+            **self._decider.cost(step_s),
             "is_row_invariant": self._is_row_invariant,
             "num_idle_checks": self._num_idle_checks,
             "num_idle_problems": self._num_idle_problems,

@@ -30,3 +30,8 @@ class TimedDecider(VerifyDecider):
             return super().choose_drafting(facts)
         finally:
             self.seconds += time.perf_counter() - started
+
+    def cost(self, step_s: float) -> dict[str, float | None]:
+        """Seconds, and as a share of the seconds of all steps; None before the first."""
+        share = self.seconds / step_s if step_s else None
+        return {"decision_s": self.seconds, "decision_share": share}

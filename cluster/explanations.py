@@ -20,7 +20,8 @@ class ExplainedRound(BaseModel):
     step: int = Field(description="Number of the rank's step.")
     first_index: int = Field(description="Place of its first committed token in the output.")
     survivals: list[float] = Field(
-        description="Probability that draft tokens 1 to k are all accepted, for each k; zeros without a block."
+        description="Probability that draft tokens 1 to k are all accepted, as the rank believed it, for each k; zeros "
+        "without a block."
     )
     min_survival: float = Field(description="Price λ: lowest survival worth verifying.")
     max_draft_tokens: int = Field(description="Budget K: draft tokens the whole step might verify.")
@@ -32,6 +33,9 @@ class ExplainedRound(BaseModel):
     num_committed: int = Field(description="Tokens that entered the stream.")
     cut_by: CutRule = Field(
         description="What ended the verified prefix, or why there was no block."
+    )
+    explored: bool = Field(
+        False, description="Verified beyond its budget, to keep the confidences true."
     )
 
 

@@ -124,6 +124,7 @@ def exposition(observation: Observation, model: str) -> str:
     for name, stats in observation.of_role("target"):
         _rank(page, name, stats, model)
         _acceptance(page, name, stats["acceptance"], model)
+        _calibration(page, name, stats["calibration"])
     for name, stats in observation.of_role("drafter"):
         for metric, text, key in DRAFTER_COUNTERS:
             page.counter(metric, text, stats[key], drafter=name)
@@ -240,9 +241,25 @@ def _acceptance(page: Page, name: str, counts: dict[str, Any], model: str) -> No
         page.counter("dspark:rejected_tokens", "Verified and refused.", sent - kept, **at)
         text = "Forecast survivals of the verified tokens, summed."
         page.counter("dspark:expected_accepted_tokens", text, expected, **at)
-    if counts["ece"] is not None:
-        text = "Expected calibration error of the survivals, since the rank started."
-        page.gauge("dspark:calibration_error", text, counts["ece"], rank=name)
+
+
+def _calibration(page: Page, name: str, seen: dict[str, Any]) -> None:
+    text = "Rounds verified beyond their budget, to see what becomes of such slots."
+    page.counter("dspark:explored_rounds", text, seen["num_explored"], rank=name)
+    text = "Draft tokens verified beyond a budget."
+    page.counter("dspark:explored_tokens", text, seen["num_explored_tokens"], rank=name)
+    text = "Times confidences were found to have drifted from what is accepted."
+    page.counter("dspark:calibration_alarms", text, seen["num_alarms"], rank=name)
+    for rule, of_rule in seen["by_rule"].items():
+        for position, (shift, error) in enumerate(
+            zip(of_rule["shifts"], of_rule["ece"], strict=True)
+        ):
+            at = {"rank": name, "rule": rule, "position": str(position)}
+            text = "What is added to the drafter's confidence, in logits."
+            page.gauge("dspark:calibration_shift", text, shift, **at)
+            if error is not None:
+                text = "Expected calibration error of recent survivals, corrected for what was not verified."
+                page.gauge("dspark:calibration_error", text, error, **at)
 
 
 def _members(page: Page, observation: Observation) -> None:

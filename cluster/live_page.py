@@ -60,6 +60,7 @@ def _rank(member: dict[str, Any], stats: dict[str, Any] | None, stale_s: float) 
         **{name: stats[name] for name in (*kept, *counted, "step_time_s", "is_idle")},
         "predicted_s": stats["clock"]["last_predicted_s"],
         "acceptance": stats["acceptance"],
+        "calibration": stats["calibration"],
         "curve": stats["curve"],
         "step": _step(stats["last_step"]),
     }
@@ -136,6 +137,10 @@ def why(each: dict[str, Any], step: dict[str, Any]) -> str:
         "off": "Speculation is off for this request.",
     }
     sentence = sentences.get(each["cut_by"], f"Cut by {each['cut_by']}.")
+    if each["explored"]:
+        return (
+            f"Verified beyond its budget, to see what becomes of such tokens: {length} of {gamma}."
+        )
     return sentence[:1].upper() + sentence[1:]
 
 

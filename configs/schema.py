@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from configs.access import ApiKeyConfig, key_conflicts
+from configs.calibration import CalibrationConfig
 from configs.machine import multiplies_bfloat16
 from configs.policy import PolicyConfig
 from configs.section import Section
@@ -227,6 +228,9 @@ class ClusterConfig(Section):
     target: TargetConfig = Field(default_factory=TargetConfig, description="Target ranks.")
     drafter: DrafterConfig = Field(default_factory=DrafterConfig, description="Drafter actors.")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="Verification budgets.")
+    calibration: CalibrationConfig = Field(
+        default_factory=CalibrationConfig, description="Confidences kept true while serving."
+    )
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="HTTP front.")
     link: LinkConfig = Field(default_factory=LinkConfig, description="Hot messages between actors.")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="Traces.")

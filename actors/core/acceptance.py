@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.reliability import Reliability
-
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -23,14 +22,14 @@ class AcceptanceCounters:
     proposed: Int64  # [gamma]
     scheduled: Int64  # [gamma]
     accepted: Int64  # [gamma]
-    reliability: Reliability  # of the scheduled ones
+    expected: Float64  # [gamma] forecast survivals of the scheduled ones
     num_rounds: int = 0
     num_committed: int = 0
 
     @classmethod
     def zero(cls, gamma: int) -> AcceptanceCounters:
         none = np.zeros(gamma, np.int64)
-        return cls(none, none.copy(), none.copy(), Reliability.zero(gamma))
+        return cls(none, none.copy(), none.copy(), np.zeros(gamma))
 
     @classmethod
     def of_step(
@@ -59,7 +58,7 @@ class AcceptanceCounters:
             _reaching(proposal_len, gamma),
             _reaching(verify_len, gamma),
             _reaching(num_accepted, gamma),
-            Reliability.of_step(survivals, verify_len, num_accepted),
+            survivals.sum(axis=0, where=np.arange(gamma) < verify_len[:, None], dtype=np.float64),
             len(num_accepted),
             committed,
         )
@@ -68,7 +67,7 @@ class AcceptanceCounters:
         self.proposed = self.proposed + other.proposed
         self.scheduled = self.scheduled + other.scheduled
         self.accepted = self.accepted + other.accepted
-        self.reliability.add(other.reliability)
+        self.expected = self.expected + other.expected
         self.num_rounds += other.num_rounds
         self.num_committed += other.num_committed
 

@@ -42,6 +42,7 @@ class Round:
     num_accepted: int  # by the acceptance rule
     num_committed: int  # tokens that entered the stream; a stop condition may cut the accepted ones
     cut_by: CutRule
+    explored: bool  # verified beyond the budget, to see what becomes of such slots
 
     def as_json(self) -> dict[str, Any]:
         """Plain numbers, the survivals rounded to four digits."""
@@ -92,6 +93,7 @@ class RequestLog:
                 num_accepted=num_accepted,
                 num_committed=num_committed,
                 cut_by=self._cut_by(decision, row, first_index),
+                explored=decision.is_explored(row),
             )
         )
 

@@ -3,11 +3,11 @@
 A budget censors what can be learned: slot k of a block shows whether it would have been accepted only if it was
 scheduled and every slot before it was accepted. Among those rounds the *conditional* acceptance is still seen without
 bias, because whether slot k is verified never depends on its own token (C3); so shifts are fitted to conditional
-labels. The *survival* of a whole prefix is known only of rounds verified to the end. They are a choice of the budget,
-so a small share of rounds is verified whole whatever the budget says, and counts for all the rounds it stands for.
+labels. A small share of rounds is verified whole whatever the budget says (`rank_calibration`), so that no position
+goes unseen.
 
-Traffic changes faster than text is trained for. When predictions and labels of the last rounds part further than chance
-explains, an alarm is counted, rounds from before the change are forgotten, and the shifts are fitted anew.
+What was learned fades. Traffic may change faster than that: when predictions and labels of the last rounds part further
+than chance explains, an alarm is counted, rounds from before the change are forgotten, and the shifts are fitted anew.
 """
 
 from __future__ import annotations
@@ -17,236 +17,273 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.reliability import Reliability
+from configs.calibration import CalibrationConfig
+
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.integer]
+Keys = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
-FULL_SHARE = 1 / 64  # of the rounds are verified whole whatever the budget says
-
-WINDOW_ROUNDS = 4096  # shifts are fitted to at most so many
-RECENT_ROUNDS = 96  # an alarm looks at so many, and leaves those since the change
-LEAST_ROUNDS = 16  # but never fewer than so many
-CHECK_ROUNDS = 32  # rounds between two looks
-REFIT_SHARE = 8  # a fit waits until an eighth of what it rests on is new, so that its cost per round stays the same
-WHOLE_ROUNDS = 2048  # kept to measure the survivals
+MEMORY_ROUNDS = 384.0  # after so many a share 1 / e of what was learned is left
+CHECK_ROUNDS = 32  # rounds between two fits, and two looks for a change
+WARM_UP_ROUNDS = 96  # of a fit, before its predictions are held against labels
+RECENT_ROUNDS = 384  # the longest stretch that is searched for a change
+LEAST_ROUNDS = 32  # and the shortest
+DOUBTED_ROUNDS = 32.0  # what all older evidence still counts for after an alarm
 
 SHIFT_SPREAD = 1.0  # prior standard deviation of the common shift, in logits
-POSITION_SPREAD = 0.1  # of a position around the common one
-NEWTON_STEPS = 4
+LEAST_SPREAD = 0.05  # of a position around the common one, where labels show no more
+NEWTON_STEPS = 3  # from the last fit on, so few are enough
 MAX_LOGIT = 8.0
+NUM_BINS = 64  # of logits, for the sums a fit rests on
 
-ALARM_DEVIATIONS = 5.0  # of the labels from what was predicted, common or of one position
-ALARM_GAP = 0.03  # and in probability: many labels make small gaps certain, not important
-
-NUM_BINS = 15
+ALARM_GAP = 0.03  # in probability: many labels make small gaps certain, not important
+MIN_STREAMS = 4  # so many tell how much streams differ among themselves
 
 
 @dataclass(frozen=True)
-class Reliability:
-    """How true the survivals have been, over the whole rounds remembered."""
+class Rounds:
+    """N finished rounds that had a block. A slot is seen when it was scheduled and every slot before it accepted."""
 
-    predicted: Float64  # [gamma] mean predicted survival; NaN without a whole round
-    happened: Float64  # [gamma] mean survival
-    ece: Float64  # [gamma] expected calibration error
-    num_whole: int  # rounds it rests on
-    num_explored: int  # of them verified whole for this purpose alone
+    confidences: Float32  # [N, gamma] as the drafter gave them
+    verify_len: Ints  # [N] draft tokens scheduled
+    num_accepted: Ints  # [N] of those
+    planned_len: Ints  # [N] what the budget alone would have scheduled; less in explored rounds
+    streams: Keys  # [N] rounds of one request share a key
 
-
-class _Ring:
-    """The last `size` rows of one array."""
-
-    def __init__(self, size: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        self._rows = np.zeros((size, *shape), dtype)
-        self._next = self.count = 0
-
-    def append(self, rows: npt.NDArray[np.generic]) -> None:
-        size = len(self._rows)
-        rows = rows[-size:]
-        where = (self._next + np.arange(len(rows))) % size
-        self._rows[where] = rows
-        self._next = (self._next + len(rows)) % size
-        self.count = min(size, self.count + len(rows))
-
-    def last(self, count: int) -> npt.NDArray[np.generic]:
-        """The newest `count` rows (fewer where there are fewer), oldest first."""
-        size = len(self._rows)
-        count = min(count, self.count)
-        return self._rows[(self._next - count + np.arange(count)) % size]
-
-    def keep(self, count: int) -> None:
-        """Forget all but the newest `count` rows."""
-        self.count = min(self.count, count)
+    def rows(self, chosen: Mask) -> Rounds:
+        return Rounds(*(array[chosen] for array in vars(self).values()))
 
 
 class OnlineCalibration:
-    """Shifts for the gamma positions of one rank's blocks.
+    """Shifts for the gamma positions of the blocks of one rank, under one acceptance rule.
 
     Attributes:
         shifts: [gamma] added to confidence logits; zeros until something was learned.
+        reliability: of the survivals as they were used, fading like what was learned; since the last alarm.
         num_alarms: times the predictions were found to have drifted away.
         num_rounds: rounds learned from.
     """
 
-    def __init__(self, gamma: int) -> None:
+    def __init__(
+        self,
+        gamma: int,
+        explore_share: float = 1.0,
+        alarm_deviations: float = CalibrationConfig().alarm_deviations,
+        learns: bool = True,
+    ) -> None:
         self.gamma = gamma
         self.num_alarms = 0
         self.num_rounds = 0
+        self._explore_share = explore_share or 1.0  # 0: nothing is seen beyond the budget
+        self._alarm_deviations = alarm_deviations
+        self._learns = learns
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: another drafter has come."""
         gamma = self.gamma
         self.shifts: Float64 = np.zeros(gamma)
-        self._logits = _Ring(WINDOW_ROUNDS, (gamma,), np.float64)
-        self._seen = _Ring(WINDOW_ROUNDS, (gamma,), np.bool_)
-        self._accepted = _Ring(WINDOW_ROUNDS, (gamma,), np.bool_)
-        self._used = _Ring(WINDOW_ROUNDS, (gamma,), np.float64)
-        self._whole = _Ring(WHOLE_ROUNDS, (gamma,), np.float64)
-        self._whole_accepted = _Ring(WHOLE_ROUNDS, (), np.int64)
-        self._whole_weight = _Ring(WHOLE_ROUNDS, (), np.float64)
-        self._until_check = self._until_fit = CHECK_ROUNDS
-        self._until_alarm = RECENT_ROUNDS
-        self._num_fitted = 0  # rounds the shifts rest on
+        self.reliability = Reliability.zero(gamma)
+        self._evidence = _Evidence(gamma)
+        self._recent = _Recent(gamma)
+        self._until_check = CHECK_ROUNDS
+        self._warming_up = WARM_UP_ROUNDS
 
-    def adjust(self, confidences: Float32) -> Float32:
-        """Return conditional confidences [N, gamma] as they are now believed, from the drafter's own.
-
-        Depends on rounds that are over and on these confidences, so it is as lawful as they are.
-        """
-        if not self.shifts.any():
-            return confidences
-        adjusted: Float32 = _sigmoid(_logit(confidences) + self.shifts).astype(np.float32)
-        return adjusted
-
-    def observe(
-        self, confidences: Float32, verify_len: Ints, num_accepted: Ints, explored: Mask
-    ) -> bool:
-        """Learn from N rounds that had a block; return whether the alarm went off.
-
-        Args:
-            confidences: [N, gamma] as the drafter gave them.
-            verify_len: [N] draft tokens scheduled.
-            num_accepted: [N] draft tokens accepted.
-            explored: [N] rounds verified whole although the budget would not have.
-        """
-        if not len(confidences):
+    def observe(self, rounds: Rounds) -> bool:
+        """Learn from N rounds; whether the alarm went off."""
+        count = len(rounds.confidences)
+        if not count:
             return False
-        logits = _logit(confidences)
+        keep = float(np.exp(-count / MEMORY_ROUNDS))
+        logits = to_logits(rounds.confidences)
+        used = to_probability(logits + self.shifts)
+        lengths = rounds.verify_len, rounds.num_accepted, rounds.planned_len
+        self.reliability.add(
+            Reliability.of_rounds(used.cumprod(axis=1), *lengths, self._explore_share), keep
+        )
+        self.num_rounds += count
+        if not self._learns:
+            return False
         position = np.arange(self.gamma)
-        reach = np.minimum(num_accepted + 1, verify_len)
-        used = _sigmoid(logits + self.shifts)
-        self._logits.append(logits)
-        self._used.append(used)
-        self._seen.append(position < reach[:, None])
-        self._accepted.append(position < num_accepted[:, None])
-        whole = verify_len == self.gamma
-        self._whole.append(used[whole].cumprod(axis=1))
-        self._whole_accepted.append(num_accepted[whole].astype(np.int64))
-        self._whole_weight.append(np.where(explored[whole], 1 / FULL_SHARE, 1.0))
-        self.num_rounds += len(confidences)
-        self._until_check -= len(confidences)
-        self._until_fit -= len(confidences)
-        self._until_alarm -= len(confidences)
+        seen = position < np.minimum(rounds.num_accepted + 1, rounds.verify_len)[:, None]
+        accepted = position < rounds.num_accepted[:, None]
+        self._recent.add(logits, seen, accepted, used, rounds.streams, self._evidence.num_rounds)
+        self._evidence.add(logits, seen, accepted, keep)
+        self._until_check -= count
         if self._until_check > 0:
             return False
         self._until_check = CHECK_ROUNDS
-        alarm = self._until_alarm <= 0 and self._has_drifted()
-        if alarm:
-            self._forget(self._rounds_since_change())
-        if alarm or self._until_fit <= 0:
-            self._fit()
-            self._until_fit = max(CHECK_ROUNDS, self._logits.count // REFIT_SHARE)
-        return alarm
-
-    def reliability(self) -> Reliability:
-        """Measure predicted against actual survivals of the whole rounds remembered."""
-        survival = self._whole.last(WHOLE_ROUNDS).astype(np.float64)
-        lengths = self._whole_accepted.last(WHOLE_ROUNDS).astype(np.int64)
-        weight = self._whole_weight.last(WHOLE_ROUNDS).astype(np.float64)
-        num_explored = int((weight > 1).sum())
-        if not len(survival):
-            nothing = np.full(self.gamma, np.nan)
-            return Reliability(nothing, nothing, nothing, 0, 0)
-        happened = lengths[:, None] > np.arange(self.gamma)
-        share = (weight / weight.sum())[:, None]
-        bins = np.minimum((survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        gaps = share * (survival - happened)
-        error = [
-            np.abs(np.bincount(bins[:, k], gaps[:, k], NUM_BINS)).sum() for k in range(self.gamma)
-        ]
-        return Reliability(
-            (share * survival).sum(axis=0),
-            (share * happened).sum(axis=0),
-            np.array(error),
-            len(survival),
-            num_explored,
-        )
-
-    def _residuals(self) -> tuple[Float64, Float64, Mask]:
-        """Label less prediction, variance and whether it was seen, each [RECENT_ROUNDS, gamma], 0 where it was not."""
-        seen = self._seen.last(RECENT_ROUNDS).astype(np.bool_)
-        used = self._used.last(RECENT_ROUNDS).astype(np.float64)
-        accepted = self._accepted.last(RECENT_ROUNDS).astype(np.bool_)
-        residual = np.where(seen, accepted - used, 0.0)
-        return residual, np.where(seen, used * (1 - used), 0.0), seen
-
-    def _has_drifted(self) -> bool:
-        residuals, variances, seen = self._residuals()
-        # All positions together stand last. Shifts fitted to few rounds are themselves uncertain.
-        residual = np.append(residuals.sum(axis=0), residuals.sum())
-        variance = np.append(variances.sum(axis=0), variances.sum()) + 1e-9
-        count = np.maximum(np.append(seen.sum(axis=0), seen.sum()), 1)
-        if self._num_fitted:
-            variance *= 1 + RECENT_ROUNDS / self._num_fitted
-        bound = np.maximum(ALARM_DEVIATIONS * np.sqrt(variance), ALARM_GAP * count)
-        return bool((np.abs(residual) > bound).any())
-
-    def _rounds_since_change(self) -> int:
-        """The number of last rounds whose residuals part furthest from nothing: where a cumulated sum turns."""
-        residuals, _, _ = self._residuals()
-        parted = np.abs(residuals[::-1].sum(axis=1).cumsum())
-        return max(LEAST_ROUNDS, int(parted.argmax()) + 1)
+        self._warming_up -= CHECK_ROUNDS
+        if self._warming_up >= 0:
+            self._recent.num_judged = 0  # it was predicted from next to nothing
+        num_changed = self._recent.rounds_since_change(self._alarm_deviations)
+        if num_changed:
+            self._forget(num_changed)
+        self.shifts = self._evidence.fit()
+        return num_changed > 0
 
     def _forget(self, num_kept: int) -> None:
+        """All but the newest rounds; not quite, as the stretch that stands out most is in part picked by chance."""
         self.num_alarms += 1
-        self._until_alarm = RECENT_ROUNDS
-        for ring in (self._logits, self._seen, self._accepted, self._used):
-            ring.keep(num_kept)
-        for ring in (self._whole, self._whole_accepted, self._whole_weight):
-            ring.keep(0)
+        self._warming_up = WARM_UP_ROUNDS
+        self.reliability = Reliability.zero(self.gamma)
+        self._evidence.shrink(DOUBTED_ROUNDS)
+        self._evidence.add(*self._recent.labels(num_kept))
+        self._recent.num_judged = 0
 
-    def _fit(self) -> None:
-        """Newton's method on the penalised likelihood: one common shift first, then each position around it."""
-        logits = self._logits.last(WINDOW_ROUNDS).astype(np.float64)
-        seen = self._seen.last(WINDOW_ROUNDS).astype(np.bool_)
-        accepted = self._accepted.last(WINDOW_ROUNDS).astype(np.bool_)
-        common = np.zeros(1)
+
+class _Evidence:
+    """Labels seen by position and bin of the logit, [gamma, NUM_BINS] each: all that a fit needs, and it fades."""
+
+    def __init__(self, gamma: int) -> None:
+        self.num_rounds = 0.0  # that still count
+        self._sums = np.zeros((3, gamma, NUM_BINS))  # seen, accepted, sum of logits
+        self._common = 0.0
+        self._own: Float64 = np.zeros(gamma)
+
+    def add(self, logits: Float64, seen: Mask, accepted: Mask, keep: float = 1.0) -> None:
+        self.num_rounds = keep * self.num_rounds + len(logits)
+        rows, at = np.nonzero(seen)
+        values = logits[rows, at]
+        bins = ((values + MAX_LOGIT) * (NUM_BINS / (2 * MAX_LOGIT))).astype(np.int64)
+        _, gamma, width = self._sums.shape
+        flat = at * width + np.clip(bins, 0, width - 1)
+        self._sums *= keep
+        for into, weight in zip(self._sums, (None, accepted[rows, at], values), strict=True):
+            into += np.bincount(flat, weight, gamma * width).reshape(gamma, width)
+
+    def shrink(self, num_rounds: float) -> None:
+        """Let all of it count for no more than so many rounds."""
+        keep = min(1.0, num_rounds / self.num_rounds)
+        self.num_rounds *= keep
+        self._sums *= keep
+
+    def fit(self) -> Float64:
+        """Newton's method on the penalised likelihood: one common shift first, then each position around it.
+
+        The prior of the latter is as wide as the labels of all positions together say (empirical Bayes).
+        """
+        seen, accepted, total = self._sums
+        logits = total / np.maximum(seen, 1e-9)
+        common, own = self._common, self._own
         for _ in range(NEWTON_STEPS):
             gain, curve = _slopes(logits + common, seen, accepted)
-            step = gain.sum() - common / SHIFT_SPREAD**2
-            common = common + step / (curve.sum() + 1 / SHIFT_SPREAD**2)
-        own = np.zeros(self.gamma)
+            slope = gain.sum() - common / SHIFT_SPREAD**2
+            common += float(np.clip(slope / (curve.sum() + 1 / SHIFT_SPREAD**2), -1, 1))
+        # How much positions differ among themselves, beyond what chance makes of so many labels.
+        gain, curve = _slopes(logits + common, seen, accepted)
+        chance = (gain**2 / (curve + 1e-9)).sum() - (len(own) - 1)
+        spread = float(np.clip(chance / (curve.sum() + 1e-9), LEAST_SPREAD**2, SHIFT_SPREAD**2))
         for _ in range(NEWTON_STEPS):
-            gain, curve = _slopes(logits + common + own, seen, accepted)
-            own += (gain - own / POSITION_SPREAD**2) / (curve + 1 / POSITION_SPREAD**2)
-        self.shifts = np.clip(common + own, -MAX_LOGIT, MAX_LOGIT)
-        self._num_fitted = len(logits)
+            gain, curve = _slopes(logits + (common + own)[:, None], seen, accepted)
+            own = own + np.clip((gain - own / spread) / (curve + 1 / spread), -1, 1)
+        self._common, self._own = common, own
+        fitted: Float64 = np.clip(common + own, -MAX_LOGIT, MAX_LOGIT)
+        return fitted
 
 
-def _slopes(logits: Float64, seen: Mask, accepted: Mask) -> tuple[Float64, Float64]:
+def _slopes(logits: Float64, seen: Float64, accepted: Float64) -> tuple[Float64, Float64]:
     """First and negated second derivative [gamma] of the log likelihood of the labels that were seen."""
-    p = _sigmoid(logits)
-    return np.where(seen, accepted - p, 0.0).sum(axis=0), np.where(seen, p * (1 - p), 0.0).sum(0)
+    p = to_probability(logits)
+    return (accepted - seen * p).sum(axis=1), (seen * p * (1 - p)).sum(axis=1)
 
 
-def _logit(p: npt.NDArray[np.floating]) -> Float64:
-    edge = _sigmoid(np.array(-MAX_LOGIT))
+class _Recent:
+    """The newest rounds one by one, to find when predictions and labels parted.
+
+    Attributes:
+        num_judged: the newest of them whose predictions are held against their labels.
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self.num_judged = 0
+        self._logits = np.zeros((0, gamma))
+        self._seen = np.zeros((0, gamma), np.bool_)
+        self._accepted = np.zeros((0, gamma), np.bool_)
+        self._residual = np.zeros(
+            (0, gamma + 1)
+        )  # label less prediction; the sum of all stands last
+        self._variance = np.zeros((0, gamma + 1))
+        self._streams = np.zeros(0, np.uint64)
+        self._doubt = np.zeros(0)  # one over the rounds the prediction rested on
+
+    def add(
+        self,
+        logits: Float64,
+        seen: Mask,
+        accepted: Mask,
+        used: Float64,
+        streams: Keys,
+        num_rounds: float,
+    ) -> None:
+        residual = np.where(seen, accepted - used, 0.0)
+        variance = np.where(seen, used * (1 - used), 0.0)
+        news = {
+            "_logits": logits,
+            "_seen": seen,
+            "_accepted": accepted,
+            "_residual": np.column_stack((residual, residual.sum(axis=1))),
+            "_variance": np.column_stack((variance, variance.sum(axis=1))),
+            "_streams": streams,
+            "_doubt": np.full(len(logits), 1 / max(1.0, num_rounds)),
+        }
+        for name, new in news.items():
+            setattr(self, name, np.concatenate((getattr(self, name), new))[-RECENT_ROUNDS:])
+        self.num_judged = min(self.num_judged + len(logits), RECENT_ROUNDS)
+
+    def labels(self, count: int) -> tuple[Float64, Mask, Mask]:
+        """Logits, what was seen and what was accepted of the newest `count` rounds."""
+        return self._logits[-count:], self._seen[-count:], self._accepted[-count:]
+
+    def rounds_since_change(self, deviations: float) -> int:
+        """The number of newest rounds that differ from what was predicted; 0: chance explains it.
+
+        Of all stretches that end now, the one whose labels are the most standard deviations away.
+        """
+        judged = self.num_judged
+        if judged < LEAST_ROUNDS:
+            return 0
+        newest_first = slice(None, -judged - 1, -1)
+        residual = self._residual[newest_first].cumsum(axis=0)
+        variance = self._variance[newest_first].cumsum(axis=0) + 1e-9
+        # Shifts fitted to few rounds are themselves uncertain, and all these rounds alike.
+        variance *= 1 + self._doubt[newest_first].cumsum()[:, None]
+        seen = self._seen[newest_first].cumsum(axis=0)
+        count = np.column_stack((seen, seen.sum(axis=1)))
+        away = np.abs(residual) / np.sqrt(variance)
+        away[(np.abs(residual) < ALARM_GAP * count) | (count < LEAST_ROUNDS)] = 0.0
+        away[: LEAST_ROUNDS - 1] = 0.0
+        rounds, position = np.unravel_index(int(away.argmax()), away.shape)
+        length = int(rounds) + 1
+        found = float(away[rounds, position])
+        if found < deviations or found < deviations * self._spread(length, int(position)):
+            return 0
+        return length
+
+    def _spread(self, length: int, position: int) -> float:
+        """How much more the newest rounds vary than independent labels would: those of one stream err alike."""
+        _, stream = np.unique(self._streams[-length:], return_inverse=True)
+        residual, variance = (
+            self._residual[-length:, position],
+            self._variance[-length:, position],
+        )
+        if stream.max() + 1 < MIN_STREAMS:
+            return 1.0
+        centred = residual - residual.sum() * variance / variance.sum()
+        return float(np.sqrt((np.bincount(stream, centred) ** 2).sum() / variance.sum()))
+
+
+def to_logits(p: npt.NDArray[np.floating]) -> Float64:
+    """Of probabilities, kept within +-MAX_LOGIT."""
+    edge = 1 / (1 + np.exp(MAX_LOGIT))
     clipped = np.clip(p.astype(np.float64), edge, 1 - edge)
     result: Float64 = np.log(clipped) - np.log1p(-clipped)
     return result
 
 
-def _sigmoid(x: Float64) -> Float64:
-    result: Float64 = 0.5 * (1.0 + np.tanh(0.5 * x))
+def to_probability(logits: Float64) -> Float64:
+    result: Float64 = 0.5 * (1.0 + np.tanh(0.5 * logits))
     return result

@@ -31,13 +31,15 @@ from actors.core.messages import (
     TokenDeltas,
     VerifyBudget,
 )
+from actors.core.rank_calibration import RankCalibration
 from actors.core.rank_counters import RankCounters
 from actors.core.rank_report import idle_report, step_report
 from actors.core.request import Request
 from actors.core.request_book import RequestBook
+from actors.core.round_decision import decide_rounds
 from actors.core.row_table import Mask, Slots
-from actors.core.step_commit import Commit, StepInFlight, commit_step
-from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.core.step_commit import Commit, StepInFlight, commit_step, learn_from
+from actors.core.verify_decision import VerifyDecider
 
 Outgoing = list[tuple[Endpoint, Message]]
 
@@ -58,17 +60,26 @@ class Rank:
             can change anything.
         report: of the last step.
         landed: the last step, with what it committed.
+        notes: what is worth a line in a log, of the last step.
     """
 
-    def __init__(self, endpoint: Endpoint, limits: RankLimits, decider: VerifyDecider) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        limits: RankLimits,
+        decider: VerifyDecider,
+        calibration: RankCalibration | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.limits = limits
         self.decider = decider
+        self.calibration = calibration or RankCalibration(limits.gamma)
         self.counters = RankCounters(limits.gamma)
         self.book = RequestBook(endpoint, limits, self.counters, self._is_in_step)
         self.allocator: Endpoint | None = None
         self.report: StepReport | None = None
         self.landed: tuple[StepInFlight, Commit] | None = None
+        self.notes: list[str] = []
         self.waiting_for_proposals = False
         self.deadline: float | None = None
         self.step_time_s = 0.0  # smoothed
@@ -111,6 +122,7 @@ class Rank:
         """Name the drafters alive now; none means plain decoding, without waiting."""
         if self.book.drafts.set_drafters(endpoints if self.limits.gamma else ()):
             self.decider.new_drafter()
+            self.calibration.restart()
 
     def abort_ingress(self, name: str) -> Outgoing:
         """An ingress replica has died: end its requests without a word to it."""
@@ -134,7 +146,10 @@ class Rank:
             return None
         shape = shape_step(table, ready, book.prefilling, limits.max_batch_tokens)
         rounds = shape.rounds
-        decision = self._decide(rounds, shape.max_draft_tokens)
+        decision, drafted = decide_rounds(
+            self._step, table, rounds, book.prefilling, shape.max_draft_tokens, limits, self.decider,
+            self.calibration,
+        )  # fmt: skip
         num_spent = len(rounds) + int(decision.verify_len.sum())
         chunks = split_prefill(book.prefilling, limits.max_batch_tokens - num_spent)
         plan = build_plan(
@@ -149,7 +164,7 @@ class Rank:
         rows = [request_at(table, slot) for slot in rounds.tolist()]
         rows += [request for request, _ in chunks]
         waited_s = 0.0 if self._waiting_since is None else now - self._waiting_since
-        self._in_flight = StepInFlight(plan, tuple(rows), decision, waited_s)
+        self._in_flight = StepInFlight(plan, tuple(rows), decision, drafted, waited_s)
         self._waiting_since = None
         self._step += 1
         self.counters.num_late += int(table.wants_draft[rounds].sum())
@@ -181,25 +196,6 @@ class Rank:
             self._waiting_since = now
         return None
 
-    def _decide(self, rounds: Slots, room: int) -> StepDecision:
-        table = self.book.table
-        has_draft = table.has_draft[rounds]
-        caps = np.minimum(table.num_remaining[rounds] - 1, self.limits.gamma)
-        prefill_left = sum(request.num_prefill_left for request in self.book.prefilling)
-        return self.decider.decide(
-            step=self._step,
-            request_ids=tuple(request_at(table, slot).request_id for slot in rounds.tolist()),
-            survivals=np.where(has_draft[:, None], table.survivals[rounds], np.float32(0)),
-            caps=np.where(has_draft, caps, 0).astype(np.int32),
-            has_draft=has_draft,
-            room=room,
-            num_prefill_tokens=min(prefill_left, self.limits.max_batch_tokens - len(rounds)),
-            context_tokens=int(table.committed_len[rounds].sum()),
-            is_unasked=table.is_unasked[rounds],
-            class_ids=table.class_id[rounds],
-            is_late=table.wants_draft[rounds],
-        )
-
     def _choose_drafting(self, slots: Slots) -> Mask:
         """Slots [S] that are asked for a block for the next step: while drafting pays, all that can use one."""
         table, most = self.book.table, self.limits.max_batch_tokens
@@ -223,6 +219,7 @@ class Rank:
         for request in commit.aborted:
             book.release(request)
         self.counters.count(flight, commit)
+        self.notes = learn_from(self.calibration, flight, commit)
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
         # Drafters first: the next step may have to wait for them.

@@ -76,11 +76,13 @@ def rank_stats(rank: Rank) -> dict[str, Any]:
         **{name: value for name, value in vars(rank.counters).items() if isinstance(value, int)},
         "acceptance_length": acceptance.acceptance_length if acceptance.num_rounds else None,
         "num_running": int(book.table.is_running.sum()) + len(book.prefilling),
+        "max_running": rank.limits.max_running,
         "num_waiting": len(book.waiting),
         "num_free_blocks": book.pool.num_free,
         "num_blocks": book.pool.num_blocks,
         "step_time_s": rank.step_time_s,
         "is_idle": rank.is_idle,
+        "calibration": rank.calibration.view(),
         "num_budgets_refused": rank.decider.budgets.num_refused,
         "last_rule": rank.report.budget_rule if rank.report else "",
     }

@@ -27,15 +27,13 @@ def rank_view(
         last: the step that ran last, with what it committed; None before the first one.
     """
     acceptance = counters.acceptance
-    reliability = acceptance.reliability
     return {
         "acceptance": {
             "num_rounds": acceptance.num_rounds,
             "proposed": acceptance.proposed.tolist(),
             "scheduled": acceptance.scheduled.tolist(),
             "accepted": acceptance.accepted.tolist(),
-            "expected": reliability.expected_by_position.tolist(),
-            "ece": reliability.ece,
+            "expected": acceptance.expected.tolist(),
         },
         "clock": asdict(clock),
         "curve": _curve(times),
@@ -76,6 +74,7 @@ def _step(flight: StepInFlight, commit: Commit) -> dict[str, Any]:
                 "num_scheduled": int(decision.verify_len[row]),
                 "num_accepted": int(commit.num_accepted[row]),
                 "cut_by": decision.cut_by(row),
+                "explored": decision.is_explored(row),
             }
             for row in range(min(flight.num_rounds, MAX_ROWS))
         ],

@@ -1,7 +1,8 @@
-"""What drafts were forecast to survive, against what came of them: per position, and in bins for the calibration error.
+"""What drafts were forecast to survive, against what came of them: per position, in bins for the calibration error.
 
 Only slots that were verified enter. Which ones those are may depend on the forecast, never on the tokens behind it
-(C3), so the comparison is fair; slots that were trimmed say nothing.
+(C3), so the comparison is fair. What a budget hides is not forgotten: a slot that was only verified because its round
+was explored stands for all those that were not, by the inverse of its probability to be seen.
 """
 
 from __future__ import annotations
@@ -11,68 +12,65 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
+from actors.core.calibration import DEFAULT_BINS as NUM_BINS
 
-NUM_BINS = 10
+Float64 = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.integer]
 
 
 @dataclass
 class Reliability:
-    """Sums over verified slots, by position and by bin of the forecast survival."""
+    """Weighted sums over verified slots, by position and by bin of the forecast survival, each [gamma, NUM_BINS]."""
 
-    num: Int64  # [gamma, NUM_BINS] slots
-    expected: Float64  # [gamma, NUM_BINS] sum of their forecast survivals
-    accepted: Int64  # [gamma, NUM_BINS] those that were accepted
+    num: Float64  # slots
+    expected: Float64  # their forecast survivals
+    accepted: Float64  # those that were accepted
 
     @classmethod
     def zero(cls, gamma: int) -> Reliability:
         shape = (gamma, NUM_BINS)
-        return cls(np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, np.int64))
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape))
 
     @classmethod
-    def of_step(
+    def of_rounds(
         cls,
         survivals: npt.NDArray[np.floating],
-        verify_len: npt.NDArray[np.integer],
-        num_accepted: npt.NDArray[np.integer],
+        verify_len: Ints,
+        num_accepted: Ints,
+        planned_len: Ints | None = None,
+        explore_share: float = 1.0,
     ) -> Reliability:
-        """Of one step with R rounds.
+        """Of N rounds.
 
         Args:
-            survivals: [R, gamma] forecast when the step was decided, in 0..1.
-            verify_len: [R] slots that were verified.
-            num_accepted: [R] of those.
+            survivals: [N, gamma] forecast when the rounds were decided, in 0..1.
+            verify_len: [N] slots that were verified.
+            num_accepted: [N] of those.
+            planned_len: [N] slots the budget alone would have verified; None: all that were.
+            explore_share: probability that a slot beyond that was verified all the same.
         """
         gamma = survivals.shape[1]
-        position = np.arange(gamma)
-        rows, at = np.nonzero(position < verify_len[:, None])
+        rows, at = np.nonzero(np.arange(gamma) < verify_len[:, None])
         forecast = survivals[rows, at].astype(np.float64)
+        weight = np.ones(len(rows))
+        if planned_len is not None:
+            weight[at >= planned_len[rows]] = 1 / explore_share
         flat = at * NUM_BINS + np.minimum((forecast * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        happened = at < num_accepted[rows]
+        sums = (weight, weight * forecast, weight * (at < num_accepted[rows]))
         size, shape = gamma * NUM_BINS, (gamma, NUM_BINS)
-        return cls(
-            np.bincount(flat, minlength=size).reshape(shape),
-            np.bincount(flat, forecast, size).astype(np.float64).reshape(shape),
-            np.bincount(flat[happened], minlength=size).reshape(shape),
-        )
+        return cls(*(np.bincount(flat, each, size).reshape(shape) for each in sums))
 
-    def add(self, other: Reliability) -> None:
-        self.num = self.num + other.num
-        self.expected = self.expected + other.expected
-        self.accepted = self.accepted + other.accepted
+    def add(self, other: Reliability, keep: float = 1.0) -> None:
+        """Take in newer rounds; of the older ones the share `keep` still counts."""
+        self.num = keep * self.num + other.num
+        self.expected = keep * self.expected + other.expected
+        self.accepted = keep * self.accepted + other.accepted
 
     @property
-    def expected_by_position(self) -> Float64:
-        """[gamma] how many verified slots should have been accepted."""
-        by_position: Float64 = self.expected.sum(axis=1)
-        return by_position
-
-    @property
-    def ece(self) -> float | None:
-        """Expected calibration error of the survivals: bin share times |mean forecast - share accepted|, summed."""
-        total = int(self.num.sum())
-        if not total:
-            return None
-        gap = np.abs(self.expected.sum(axis=0) - self.accepted.sum(axis=0))
-        return float(gap.sum()) / total
+    def ece(self) -> Float64:
+        """[gamma] expected calibration error of the survival at each position: bin share times |mean forecast - share
+        accepted|, summed over bins; NaN where nothing was verified."""
+        total = self.num.sum(axis=1)
+        gaps = np.abs(self.expected - self.accepted).sum(axis=1)
+        error: Float64 = np.where(total > 0, gaps / np.maximum(total, 1e-300), np.nan)
+        return error

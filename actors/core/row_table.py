@@ -6,13 +6,14 @@ about (tokens, stop conditions, counters); the table holds what the next forward
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import numpy.typing as npt
 
 from actors.core.messages import ProposalBatch
 from actors.core.request import Phase, Request
 from actors.core.sampling import SamplingBatch
-from actors.core.survival import survivals
 
 Slots = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -30,6 +31,10 @@ class RowTable:
         self.generation = np.zeros(num_slots, np.int32)
         self.arrival = np.zeros(num_slots, np.int64)
         self.class_id = np.zeros(num_slots, np.int32)
+        self.stream_key = np.zeros(num_slots, np.uint64)  # of its id: the same on any rank
+        self.has_rules: Mask = np.zeros(
+            num_slots, np.bool_
+        )  # its target law is not the model's own
         self.committed_len = np.zeros(num_slots, np.int32)  # context_len + 1, in a prompt too
         self.anchor_token_id = np.zeros(num_slots, np.int32)
         self.num_remaining = np.zeros(num_slots, np.int32)  # tokens it may still produce
@@ -57,7 +62,7 @@ class RowTable:
         # --- the draft it has ---
         self.has_draft: Mask = np.zeros(num_slots, np.bool_)
         self.draft_token_ids = np.zeros((num_slots, gamma), np.int32)
-        self.survivals = np.zeros((num_slots, gamma), np.float32)
+        self.confidences = np.zeros((num_slots, gamma), np.float32)  # as the drafter gave them
         self.q_ids = np.full((num_slots, gamma, 1), -1, np.int32)  # [S, gamma, draft_top_k]
         self.q_probs = np.zeros((num_slots, gamma, 1), np.float32)
 
@@ -73,6 +78,7 @@ class RowTable:
         self.generation[slot] = request.generation
         self.arrival[slot] = request.arrival
         self.class_id[slot] = request.admitted.class_id
+        self.stream_key[slot] = _stream_key(request.request_id)
         blocks = request.lease.blocks
         self.block_table[slot, : len(blocks)] = blocks
         self.block_table[slot, len(blocks) :] = 0
@@ -83,6 +89,7 @@ class RowTable:
         self.sampling.noise_key[slot] = params.noise_key & (2**64 - 1)
         self.sampling.rule[slot] = params.rule
         self.is_special[slot] = params.is_special
+        self.has_rules[slot] = params.rules is not None
         self.last_step[slot] = 0
         self.advance(request)
 
@@ -108,7 +115,7 @@ class RowTable:
         if support > self.q_ids.shape[2]:
             self._widen_support(support)
         self.draft_token_ids[slots] = batch.draft_token_ids[rows]
-        self.survivals[slots] = survivals(batch.confidences[rows])
+        self.confidences[slots] = batch.confidences[rows]
         self.q_ids[slots, :, :support] = batch.q_ids[rows]
         self.q_probs[slots, :, :support] = batch.q_probs[rows]
         self.q_ids[slots, :, support:] = -1
@@ -122,3 +129,7 @@ class RowTable:
         q_probs = np.zeros((self.num_slots, self.gamma, support), np.float32)
         q_ids[:, :, :old], q_probs[:, :, :old] = self.q_ids, self.q_probs
         self.q_ids, self.q_probs = q_ids, q_probs
+
+
+def _stream_key(request_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

@@ -23,6 +23,7 @@ RULE_GREEDY, RULE_REJECTION, RULE_COUPLED = 0, 1, 2
 PURPOSE_TOKEN = 0  # the Gumbel noise over tokens that target and drafter share (coupled)
 PURPOSE_ACCEPT = 1  # whether the draft token at this position is accepted
 PURPOSE_SAMPLE = 2  # the recovered or bonus token at this position
+PURPOSE_EXPLORE = 3  # whether the round that starts here is verified whole
 PURPOSE_DRAFT = 16  # + k: the draft token in slot k of a block (rejection)
 PURPOSE_BITS = 8
 UNIFORM_BITS = 48  # of a scalar draw: few enough that u * total < total in float64

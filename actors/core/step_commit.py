@@ -12,6 +12,7 @@ from actors.core.acceptance import AcceptanceCounters
 from actors.core.layout import StepPlan, StepResult
 from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import Endpoint, TokenDelta
+from actors.core.rank_calibration import Drafted, RankCalibration
 from actors.core.request import Request
 from actors.core.row_table import Mask, RowTable
 from actors.core.verify_decision import StepDecision
@@ -24,6 +25,7 @@ class StepInFlight:
     plan: StepPlan
     rows: tuple[Request, ...]  # [R] the rounds first
     decision: StepDecision
+    drafted: Drafted
     draft_wait_s: float  # time the rank stood waiting for proposals before it
 
     @property
@@ -100,6 +102,19 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
             commit.num_kept[row] = num_kept[row]
     commit.acceptance = _acceptance(flight, lives[: flight.num_rounds], commit)
     return commit
+
+
+def learn_from(calibration: RankCalibration, flight: StepInFlight, commit: Commit) -> list[str]:
+    """What the rounds of a step teach; what is worth a line in a log."""
+    decision, num_rounds = flight.decision, flight.num_rounds
+    planned_len = decision.verify_len if decision.planned_len is None else decision.planned_len
+    return calibration.learn(
+        flight.drafted,
+        planned_len,
+        decision.verify_len,
+        commit.num_accepted[:num_rounds],
+        commit.num_new[:num_rounds],
+    )
 
 
 def _committed_runs(plan: StepPlan, result: StepResult) -> list[list[int]]:

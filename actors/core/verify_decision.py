@@ -144,11 +144,18 @@ class StepDecision:
     bounds: Int32 | None = None  # [R] caps, and what policy and class allow; None: the caps
     class_ids: Int32 | None = None  # [R] None: all of the first class
     is_late: Mask | None = None  # [R] a block was asked for and has not come; None: nobody
+    planned_len: Int32 | None = None  # [R] what the budget alone gave; None: `verify_len`
+    num_reserved: int = 0  # draft tokens set aside for explored rows, beside the budget
 
     @property
     def most_draft_tokens(self) -> int:
         """Draft tokens the lagged budget could have scheduled, whatever the current survivals."""
-        return max(0, min(self.choice.max_draft_tokens, self.room, self.survivals.size))
+        within_budget = min(self.choice.max_draft_tokens, self.room, self.survivals.size)
+        return max(0, within_budget) + self.num_reserved
+
+    def is_explored(self, row: int) -> bool:
+        """Whether it was verified further than the budget asked, to see what becomes of such slots."""
+        return self.planned_len is not None and bool(self.verify_len[row] > self.planned_len[row])
 
     def cut_by(self, row: int) -> CutRule:
         """Which rule ended the verified prefix of a row, or why it had no block to verify."""

@@ -23,6 +23,7 @@ from actors.core.messages import (
 from actors.core.own_profile import StepTimes
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Outgoing, Rank
+from actors.core.rank_calibration import RankCalibration
 from actors.core.sampling import SamplingParams
 from actors.core.sps import CostCurve
 from actors.core.verify_decision import VerifyDecider
@@ -141,7 +142,8 @@ class Bench:
             gamma=gamma,
         )
         decider = VerifyDecider(_TARGET.name, _TARGET.epoch, local, allocate, local.drafting)
-        self._rank = Rank(_TARGET, limits, decider)
+        calibration = RankCalibration(gamma, self._config.calibration, policy)
+        self._rank = Rank(_TARGET, limits, decider, calibration)
         self._rank.set_drafters([_DRAFTER] if gamma else [])
         self._num_tokens, self._draft_s = 0, 0.0
         for index in range(num_requests):

@@ -63,7 +63,7 @@ def _row(each: dict[str, Any]) -> list[str]:
         _bars(each),
         str(each["num_scheduled"]),
         str(each["num_accepted"]),
-        each["cut_by"],
+        "explored" if each["explored"] else each["cut_by"],
         "any" if unlimited else str(each["max_draft_tokens"]),
         f"{each['min_survival']:.2f}",
         each["rule"],

@@ -78,6 +78,7 @@ function rankCard(rank) {
   }
   if (rank.acceptance_length) fact(facts, "Tokens a round", rank.acceptance_length.toFixed(2));
   if (rank.num_late) fact(facts, "Late blocks", `${rank.num_late}`);
+  if (rank.calibration.num_alarms) fact(facts, "Drift alarms", `${rank.calibration.num_alarms}`);
   if (rank.num_restarts) fact(facts, "Restarts", `${rank.num_restarts}`);
   if (rank.stale_s > 2) fact(facts, "Last heard", `${rank.stale_s.toFixed(0)} s ago`);
   card.append(facts);

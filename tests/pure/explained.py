@@ -10,7 +10,7 @@ def a_round(first_index: int, num_committed: int, **more: Any) -> dict[str, Any]
         "step": first_index, "first_index": first_index, "survivals": [0.9, 0.5], "min_survival": 0.25,
         "max_draft_tokens": 4, "rule": "lagged", "num_requests": 2, "num_proposed": 2,
         "num_scheduled": 1, "num_accepted": num_committed - 1, "num_committed": num_committed,
-        "cut_by": "price", **more,
+        "cut_by": "price", "explored": False, **more,
     }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def make_rank(policy: object = None, **overrides: object) -> Rank:
         "max_wait_s": 0.25,
         "reservation_ttl_s": 5.0,
     }
+    calibration = overrides.pop("calibration", None)
     values.update(overrides)
     limits = RankLimits(**values)  # type: ignore[arg-type]
     decider = VerifyDecider(
@@ -68,7 +69,7 @@ def make_rank(policy: object = None, **overrides: object) -> Rank:
         allocate,
         getattr(policy, "drafting", None),
     )
-    return Rank(RANK, limits, decider)
+    return Rank(RANK, limits, decider, calibration)  # type: ignore[arg-type]
 
 
 class ScriptedTarget:

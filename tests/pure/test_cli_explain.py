@@ -50,7 +50,9 @@ def test_a_round_is_a_line_with_bars_cut_where_verification_stopped(
     endpoint: list[httpx.Response], capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_block = a_round(3, 1, survivals=[0.0, 0.0], num_proposed=0, num_scheduled=0, cut_by="late")
-    free = a_round(4, 3, max_draft_tokens=2**31 - 1, rule="cold", num_scheduled=2, cut_by="none")
+    free = a_round(
+        4, 3, max_draft_tokens=2**31 - 1, rule="cold", num_scheduled=2, cut_by="none", explored=True
+    )
     log = a_log("chatcmpl-1", 0, 0, a_round(1, 2), no_block, free)
     endpoint.append(httpx.Response(200, json=answer(segment("target-0", log))))
     assert run() == 0

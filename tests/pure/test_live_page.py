@@ -17,6 +17,7 @@ ROUND = {
     "num_scheduled": 2,
     "num_accepted": 1,
     "cut_by": "price",
+    "explored": False,
 }
 STEP = {
     "step": 7,
@@ -69,6 +70,11 @@ def test_every_rule_has_a_sentence(rule: str) -> None:
     assert why({**ROUND, "cut_by": "new"}, STEP) == "Cut by new."
 
 
+def test_an_explored_round_says_that_its_length_was_no_decision_of_the_budget() -> None:
+    said = why({**ROUND, "cut_by": "none", "explored": True}, STEP)
+    assert said.startswith("Verified beyond its budget")
+
+
 def test_a_decision_carries_its_rank_step_and_reason() -> None:
     (decision,) = decisions("target-1", STEP)
     assert decision["rank"] == "target-1" and decision["step"] == 7
@@ -91,6 +97,7 @@ def stats(**values: Any) -> dict[str, Any]:
         "is_idle": False,
         "clock": {"last_predicted_s": None},
         "acceptance": {},
+        "calibration": {},
         "curve": None,
         "last_step": STEP,
         **values,

@@ -1,0 +1,82 @@
+"""From the blocks of a step's rounds to how far each is verified: calibrated survivals, the budget, exploration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.core.admission import RankLimits
+from actors.core.batching import request_at
+from actors.core.rank_calibration import Drafted, RankCalibration
+from actors.core.request import Request
+from actors.core.row_table import Mask, RowTable, Slots
+from actors.core.survival import survivals
+from actors.core.verify_decision import StepDecision, VerifyDecider
+
+Int32 = npt.NDArray[np.int32]
+
+
+def decide_rounds(
+    step: int,
+    table: RowTable,
+    rounds: Slots,
+    prefilling: Sequence[Request],
+    room: int,
+    limits: RankLimits,
+    decider: VerifyDecider,
+    calibration: RankCalibration,
+) -> tuple[StepDecision, Drafted]:
+    """Decide for the slots `rounds` [R], with `room` draft tokens in the step."""
+    has_draft = table.has_draft[rounds]
+    longest = np.minimum(table.num_remaining[rounds] - 1, limits.gamma)
+    caps = np.where(has_draft, longest, 0).astype(np.int32)
+    drafted = Drafted(
+        table.confidences[rounds],
+        table.sampling.rule[rounds],
+        table.stream_key[rounds],
+        has_draft & ~table.has_rules[rounds],
+    )
+    explored = calibration.explore(drafted, table.committed_len[rounds], caps, room)
+    prefill_left = sum(request.num_prefill_left for request in prefilling)
+    decision = decide_with_explored(
+        decider,
+        explored,
+        step=step,
+        request_ids=tuple(request_at(table, slot).request_id for slot in rounds.tolist()),
+        survivals=survivals(calibration.adjust(drafted), has_draft),
+        caps=caps,
+        has_draft=has_draft,
+        room=room,
+        num_prefill_tokens=min(prefill_left, limits.max_batch_tokens - len(rounds)),
+        context_tokens=int(table.committed_len[rounds].sum()),
+        is_unasked=table.is_unasked[rounds],
+        class_ids=table.class_id[rounds],
+        is_late=table.wants_draft[rounds],
+    )
+    return decision, drafted
+
+
+def decide_with_explored(
+    decider: VerifyDecider, explored: Mask, *, caps: Int32, room: int, **facts: Any
+) -> StepDecision:
+    """`VerifyDecider.decide`, but the rows `explored` [R] are verified as far as they can be.
+
+    Their tokens are set aside before the budget is spent, by what they could use at most: how much is left for the
+    others may not depend on anybody's draft (C3).
+    """
+    num_reserved = int(caps[explored].sum())
+    decision = decider.decide(caps=caps, room=room - num_reserved, **facts)
+    if not num_reserved:
+        return decision
+    assert decision.bounds is not None
+    verify_len = np.where(explored, decision.bounds, decision.verify_len)
+    return replace(
+        decision,
+        verify_len=verify_len,
+        planned_len=decision.verify_len,
+        num_reserved=num_reserved,
+    )

@@ -1,0 +1,31 @@
+"""The settings of what a rank learns about its drafter's confidences while it serves."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class CalibrationConfig(Section):
+    """Confidences kept true while serving."""
+
+    online: bool = Field(
+        True,
+        description="Whether confidences are corrected by what became of earlier drafts; false = as the drafter gives "
+        "them, nothing explored.",
+    )
+    explore_share: float = Field(
+        1 / 64,
+        ge=0,
+        le=0.25,
+        description="Share of rounds verified whole although the budget would cut them (a probability), so that no "
+        "position goes unseen; only under policies that trim.",
+    )
+    alarm_deviations: float = Field(
+        4.0,
+        ge=2,
+        le=100,
+        description="Standard deviations between labels and predictions of recent rounds from which they have drifted "
+        "apart: older rounds are then forgotten.",
+    )
