@@ -26,8 +26,9 @@ Ints = npt.NDArray[np.integer]
 Keys = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
-MEMORY_ROUNDS = 384.0  # after so many a share 1 / e of what was learned is left
+MEMORY_ROUNDS = 256.0  # after so many a share 1 / e of what was learned is left
 CHECK_ROUNDS = 32  # rounds between two fits, and two looks for a change
+CHECK_STEPS = 2  # but at most every so many steps: a large batch shall not pay for it each time
 WARM_UP_ROUNDS = 96  # of a fit, before its predictions are held against labels
 RECENT_ROUNDS = 384  # the longest stretch that is searched for a change
 LEAST_ROUNDS = 32  # and the shortest
@@ -35,7 +36,7 @@ DOUBTED_ROUNDS = 32.0  # what all older evidence still counts for after an alarm
 
 SHIFT_SPREAD = 1.0  # prior standard deviation of the common shift, in logits
 LEAST_SPREAD = 0.05  # of a position around the common one, where labels show no more
-NEWTON_STEPS = 3  # from the last fit on, so few are enough
+NEWTON_STEPS = 2  # from the last fit on, so few are enough
 MAX_LOGIT = 8.0
 NUM_BINS = 64  # of logits, for the sums a fit rests on
 
@@ -115,8 +116,9 @@ class OnlineCalibration:
         self._until_check -= count
         if self._until_check > 0:
             return False
-        self._until_check = CHECK_ROUNDS
-        self._warming_up -= CHECK_ROUNDS
+        looked_at = max(CHECK_ROUNDS, CHECK_STEPS * count)
+        self._until_check = looked_at
+        self._warming_up -= looked_at
         if self._warming_up >= 0:
             self._recent.num_judged = 0  # it was predicted from next to nothing
         num_changed = self._recent.rounds_since_change(self._alarm_deviations)

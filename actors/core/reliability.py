@@ -58,7 +58,10 @@ class Reliability:
         flat = at * NUM_BINS + np.minimum((forecast * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         sums = (weight, weight * forecast, weight * (at < num_accepted[rows]))
         size, shape = gamma * NUM_BINS, (gamma, NUM_BINS)
-        return cls(*(np.bincount(flat, each, size).reshape(shape) for each in sums))
+        num, expected, accepted = (
+            np.bincount(flat, each, size).astype(np.float64).reshape(shape) for each in sums
+        )
+        return cls(num, expected, accepted)
 
     def add(self, other: Reliability, keep: float = 1.0) -> None:
         """Take in newer rounds; of the older ones the share `keep` still counts."""
