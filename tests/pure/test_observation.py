@@ -163,9 +163,28 @@ def rank_stats(group: dict[str, Any] | None) -> dict[str, Any]:
     counts: dict[str, list[int]] = {
         key: [] for key in ("proposed", "scheduled", "accepted", "expected")
     }
-    acceptance = {**counts, "num_rounds": 0, "ece": None}
+    acceptance = {**counts, "num_rounds": 0}
+    seen = {"num_rounds": 9, "num_alarms": 2, "shifts": [0.5, -0.25], "ece": [0.125, None]}
+    explored = {"num_explored": 3, "num_explored_tokens": 8, "num_alarms": 2}
+    calibration = {**explored, "by_rule": {"greedy": seen}}
     more = {"clock": clock, "acceptance": acceptance, "last_step": None, "link": {}}
+    more["calibration"] = calibration
     return {**dict.fromkeys(names, 1), **more, "group": group}
+
+
+async def test_the_scrape_says_how_true_confidences_are_and_what_it_costs_to_know() -> None:
+    seen = Observation(members=(TARGET,), stats={"target-0": rank_stats(None)})
+    found = {
+        (sample.name, sample.labels.get("rule"), sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(exposition(seen, "m"))
+        for sample in family.samples
+    }
+    assert found["dspark:explored_rounds_total", None, None] == 3
+    assert found["dspark:explored_tokens_total", None, None] == 8
+    assert found["dspark:calibration_alarms_total", None, None] == 2
+    assert found["dspark:calibration_shift", "greedy", "1"] == -0.25
+    assert found["dspark:calibration_error", "greedy", "0"] == 0.125
+    assert ("dspark:calibration_error", "greedy", "1") not in found
 
 
 async def test_the_scrape_says_how_even_the_load_of_a_group_is() -> None:
