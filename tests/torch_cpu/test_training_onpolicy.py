@@ -7,59 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
 
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.onpolicy import ChatText, GenerationPlan, OnPolicyWriter, ShardWriter
 from actors.engine.training.prompts import Prompt
+from tests.torch_cpu.family_checkpoints import EOS, VOCAB, write_checkpoint
 
-VOCAB, WIDTH, LAYERS, EOS = 30, 16, 3, 2
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    root = tmp_path / "model"
-    root.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": WIDTH,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "num_hidden_layers": LAYERS,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "vocab_size": VOCAB,
-        "eos_token_id": EOS,
-    }
-    (root / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB, WIDTH),
-        "lm_head.weight": torch.randn(VOCAB, WIDTH),
-        "model.norm.weight": torch.rand(WIDTH) + 0.5,
-    }
-    shapes = {
-        "input_layernorm": (WIDTH,),
-        "post_attention_layernorm": (WIDTH,),
-        "self_attn.q_proj": (16, WIDTH),
-        "self_attn.k_proj": (8, WIDTH),
-        "self_attn.v_proj": (8, WIDTH),
-        "self_attn.o_proj": (WIDTH, 16),
-        "mlp.gate_proj": (24, WIDTH),
-        "mlp.up_proj": (24, WIDTH),
-        "mlp.down_proj": (WIDTH, 24),
-    }
-    for layer in range(LAYERS):
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.4
-    save_file(tensors, root / "model.safetensors")
-    letters = {chr(ord("a") + i): i for i in range(26)} | {f"<{i}>": i for i in range(26, VOCAB)}
-    Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(root / "tokenizer.json"))
+    root = write_checkpoint(tmp_path / "model", "LlamaForCausalLM")
     (root / "chat_template.jinja").write_text(TEMPLATE)
     return root
 
