@@ -104,6 +104,11 @@ class OnPolicyDataset:
         return records
 
     @property
+    def num_usable(self) -> int:
+        """Answers with at least one anchor."""
+        return sum(r.num_anchors > 0 for r in self.records)
+
+    @property
     def num_answer_tokens(self) -> int:
         """Tokens the target wrote itself."""
         return sum(r.length - r.prompt_len for r in self.records)

@@ -148,4 +148,5 @@ class FrozenTarget:
         scores += step.masks[self.config.windows[index]]
         mixed = scores.softmax(-1).to(self.dtype) @ values[:, :, : step.span]
         mixed = mixed.view(count, kv, -1, length, dim).permute(0, 3, 1, 2, 4)
-        return mixed.reshape(count * length, -1)
+        out: Tensor = mixed.reshape(count * length, -1)
+        return out

@@ -23,6 +23,8 @@ from actors.engine.training.parallel import Peers
 from actors.engine.training.validation import HeldOut
 from configs.machine import multiplies_bfloat16
 
+WARMUP_STEPS = 60
+
 
 @dataclass(frozen=True)
 class TrainingOptions:
@@ -31,7 +33,7 @@ class TrainingOptions:
     max_steps: int
     learning_rate: float = 1e-3
     final_rate: float = 0.03  # of the peak
-    warmup_steps: int = 60
+    warmup_steps: int = WARMUP_STEPS
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     num_sequences: int = 8
