@@ -10,6 +10,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 
 from actors.engine.collective import DistributedCollective
@@ -31,6 +32,29 @@ class Progress:
     acceptance_length: float | None  # of held-out answers, where they were measured last
 
 
+class FeatureActor:
+    """The target of a run on `--online` text: token ids in, hidden states out."""
+
+    def __init__(self, paths: Paths, options: argparse.Namespace) -> None:
+        torch.set_num_threads(options.threads)
+        self._source = stages.local_features(paths, options)
+
+    def features(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FeatureSource`."""
+        return self._source.features(token_ids)
+
+
+class _Remote:
+    """A `FeatureActor` as a `FeatureSource`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def features(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        taps, hidden = ray.get(self._actor.features.remote(token_ids))
+        return taps, hidden
+
+
 class TrainerActor:
     """Trainer `rank` of `size`. `train` blocks; the other methods answer meanwhile."""
 
@@ -40,10 +64,16 @@ class TrainerActor:
         self._stop = False
 
     def train(
-        self, paths: Paths, options: argparse.Namespace, address: str, epoch: int
+        self,
+        paths: Paths,
+        options: argparse.Namespace,
+        address: str,
+        epoch: int,
+        target: Any = None,
     ) -> dict[str, Any]:
         """Meet the other trainers at `address` and make the run's steps; see `stages.train`.
 
+        `target` is the `FeatureActor` of a run on `--online` text.
         Raises CollectiveError when another trainer has ended.
         """
         torch.set_num_threads(options.threads)
@@ -52,7 +82,8 @@ class TrainerActor:
                 address, epoch, self.rank, self.size, COLLECTIVE_BOUND_S, JOIN_WITHIN_S
             )
         )
-        return stages.train(paths, options, peers, self._watch)
+        source = None if target is None else _Remote(target)
+        return stages.train(paths, options, peers, self._watch, source)
 
     def _watch(self, trainer: loop.Trainer) -> None:
         self._trainer = trainer

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from actors.core.lockstep import CollectiveError
 from actors.engine.collective import open_store
 from actors.engine.training.runs import Paths
-from actors.trainer import Progress, TrainerActor
+from actors.trainer import FeatureActor, Progress, TrainerActor
 from cluster.console import CommandError, note
 from cluster.ray_session import RaySession, RaySessionError
 
@@ -93,18 +93,24 @@ class TrainingRun:
             num_cpus=0.5, max_concurrency=4, max_restarts=0, runtime_env={"env_vars": threads}
         )
         self.actors = [remote.remote(rank, self.size) for rank in range(self.size)]
+        target = None
+        if self.options.online:
+            target = ray.remote(FeatureActor).options(
+                num_cpus=0.5, runtime_env={"env_vars": threads}
+            )
+            target = target.remote(self.paths, self.options)
         if self._is_stopping:
             self.stop()
         try:
             running = [
-                actor.train.remote(self.paths, self.options, address, self.num_restarts)
+                actor.train.remote(self.paths, self.options, address, self.num_restarts, target)
                 for actor in self.actors
             ]
             return self._watch(running, bar)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
         finally:
-            for actor in self.actors:
+            for actor in [*self.actors, *([target] if target is not None else [])]:
                 ray.kill(actor)
             del store  # it lives as long as a trainer may look for it
 

@@ -97,6 +97,9 @@ def train(arguments: argparse.Namespace) -> int:
             f"--sequences {arguments.sequences}: give each of --trainers {arguments.trainers} one",
             exit_code=2,
         )
+    for name in ("online", "warm_start"):  # a trainer may run in another folder
+        if getattr(arguments, name) is not None:
+            setattr(arguments, name, getattr(arguments, name).expanduser().resolve())
     paths = _paths(arguments, arguments.run_name or arguments.kind)
     with _named_errors():
         import torch

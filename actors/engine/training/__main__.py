@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--per-domain", type=int, help="held-out answers of each domain")
     parser.add_argument("--out", type=Path, help="directory to write")
     parser.add_argument("--drafter", type=Path, help="drafter directory to measure")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training a tiny target")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for a tiny target")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if args.stage == TINY:

@@ -113,6 +113,10 @@ class OnPolicyDataset:
         """Tokens the target wrote itself."""
         return sum(r.length - r.prompt_len for r in self.records)
 
+    def ids(self, record: Record) -> Tensor:
+        """Return the token ids [n] of one record."""
+        return self.read(record)["ids"]
+
     def read(self, record: Record) -> dict[str, Tensor]:
         """Return ids [n] (int64), taps [n-1, m, d], hidden [n-1, d], lse [n-1] of one record."""
         shard = self._open.get(record.shard)
@@ -135,7 +139,7 @@ class OnPolicyDataset:
         """Return how often each id occurs, [vocab_size]; prompt tokens count `prompt_weight`."""
         counts = torch.zeros(vocab_size)
         for record in self.records:
-            ids = self.read(record)["ids"]
+            ids = self.ids(record)
             one = torch.ones(len(ids))
             one[: record.prompt_len] = prompt_weight
             counts.index_add_(0, ids, one)

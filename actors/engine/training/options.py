@@ -77,6 +77,12 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "--refresh", action="store_true", help="take in text generated since the run began"
     )
     parser.add_argument(
+        "--online",
+        type=Path,
+        metavar="FILE",
+        help='train on {"ids": […], "prompt_len": n} a line; the target gives features as they are needed',
+    )
+    parser.add_argument(
         "--run", dest="run_name", metavar="NAME", help="of several runs (default: the kind)"
     )
     add_shape_options(parser)

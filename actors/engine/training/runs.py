@@ -96,7 +96,10 @@ def new_model(paths: Paths, data: OnPolicyDataset, shape: initialise.Shape) -> D
     if config.reduced:
         counts = data.token_counts(config.vocab_size)
         tokenizer = Tokenizer.from_file(str(paths.target / "tokenizer.json"))
-        for prompt in prompts.read(paths.prompts("train")):  # those not answered yet, too
+        listed = paths.prompts("train")
+        for prompt in (
+            prompts.read(listed) if listed.is_file() else ()
+        ):  # those not answered yet, too
             ids = torch.tensor(tokenizer.encode(prompt.text, add_special_tokens=False).ids)
             counts.index_add_(0, ids, torch.full((len(ids),), 0.25))
         chosen = initialise.choose_draft_ids(counts, config.draft_vocab_size)

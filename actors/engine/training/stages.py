@@ -16,10 +16,11 @@ import torch
 from actors.engine.drafters.checkpoint import load_drafter, save_drafter
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
-from actors.engine.training import curves, evaluate, initialise, loop, onpolicy, prompts
+from actors.engine.training import curves, evaluate, initialise, loop, online, onpolicy, prompts
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.losses import weights_for
+from actors.engine.training.online import FeatureSource, LocalFeatures
 from actors.engine.training.parallel import Peers
 from actors.engine.training.runs import (
     Paths,
@@ -34,7 +35,7 @@ from actors.engine.training.runs import (
     tables,
     warm_model,
 )
-from actors.engine.weights import CheckpointError, read_config
+from actors.engine.weights import Checkpoint, CheckpointError, read_config
 from configs.machine import multiplies_bfloat16
 
 log = logging.getLogger(__name__)
@@ -100,15 +101,21 @@ def train(
     args: argparse.Namespace,
     peers: Peers | None = None,
     watch: Callable[[loop.Trainer], None] = lambda _trainer: None,
+    source: FeatureSource | None = None,
 ) -> dict[str, Any]:
     """Start or continue the run; `--refresh` takes in text generated since its last snapshot.
 
     `watch` gets the trainer before its first step, to look at it and to stop it. With `peers`, all trainers call this.
+    `source` gives the features of `--online` text; None: the target is loaded here.
     """
     checkpoint = paths.run / "checkpoint.pt"
     state = torch.load(checkpoint) if checkpoint.exists() else None
     snapshot = None if state is None or args.refresh else state["shards"]
-    data = dataset(paths, "train", args.kind, snapshot)
+    data = (
+        online_text(paths, args, source)
+        if args.online
+        else dataset(paths, "train", args.kind, snapshot)
+    )
     model = first_model(paths, data, args) if state is None else restore(paths, state)
     if model.config.kind != args.kind:
         raise CheckpointError(
@@ -137,6 +144,22 @@ def train(
         "answer_tokens": data.num_answer_tokens,
         "loss": None if trainer.latest is None else round(trainer.latest.loss, 4),
     }
+
+
+def local_features(paths: Paths, args: argparse.Namespace) -> LocalFeatures:
+    """Return the target as a source of features for the text of `--online`."""
+    return LocalFeatures(
+        paths.target, taps_of(paths, args), compute_dtype(), online.longest(args.online)
+    )
+
+
+def online_text(
+    paths: Paths, args: argparse.Namespace, source: FeatureSource | None
+) -> OnPolicyDataset:
+    """Return the text of `--online`, with features from `source`."""
+    source = source or local_features(paths, args)
+    final_norm = Checkpoint(paths.target)["model.norm.weight"] if args.kind == "mtp" else None
+    return online.OnlineDataset(args.online, source, tables(paths.target)[1], final_norm)
 
 
 def first_model(paths: Paths, data: OnPolicyDataset, args: argparse.Namespace) -> DraftModel:
