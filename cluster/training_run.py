@@ -93,7 +93,7 @@ class TrainingRun:
             num_cpus=0.5, max_concurrency=4, max_restarts=0, runtime_env={"env_vars": threads}
         )
         self.actors = [remote.remote(rank, self.size) for rank in range(self.size)]
-        target = None
+        target: Any = None
         if self.options.online:
             target = ray.remote(FeatureActor).options(
                 num_cpus=0.5, runtime_env={"env_vars": threads}
