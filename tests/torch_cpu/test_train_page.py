@@ -23,7 +23,7 @@ from tests.torch_cpu.family_checkpoints import write_checkpoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "train.md"
 SMALLER = {
-    "--seconds": "1",
+    "--seconds": "0.3",
     "--max-answer-len": "12",
     "--steps": "6",
     "--minutes": "5",
@@ -41,6 +41,8 @@ def commands() -> list[list[str]]:
     return lines
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_page_leads_from_nothing_to_a_drafter_that_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

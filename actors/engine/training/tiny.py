@@ -127,7 +127,7 @@ def write(out: Path | None, seconds: float, seed: int = 1) -> dict[str, Any]:
 def _pieces() -> Iterator[tuple[str, str]]:
     """Some lines of a file of this repository, and those that follow."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    files += [f for room in ("actors", "configs", "kernels") for f in ROOT.glob(f"{room}/**/*.py")]
+    files += [f for room in ("actors/core", "configs") for f in ROOT.glob(f"{room}/**/*.py")]
     for file in sorted(files):
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         for at in range(0, len(lines) - LINES_SHOWN, LINES_SHOWN):
