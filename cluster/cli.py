@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cluster.commands.export import add_options as add_export_options
 from cluster.commands.simulate import add_options as add_simulate_options
+from cluster.commands.training import add_generate_options, add_train_options
 from cluster.commands.upcycle import add_options as add_upcycle_options
 from cluster.console import CommandError, emit_json, note
 from cluster.run_state import DEFAULT_STATE_FILE
@@ -119,6 +120,17 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_drafter_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """What makes, measures and moves drafters."""
+    generate = _add(
+        commands,
+        "generate",
+        "cluster.commands.training:generate",
+        "let the target write training text for a drafter",
+    )
+    _add_config(generate)
+    add_generate_options(generate)
+    train = _add(commands, "train", "cluster.commands.training:train", "train a drafter")
+    _add_config(train)
+    add_train_options(train)
     export = _add(commands, "export", "cluster.commands.export:export", "write a drafter elsewhere")
     _add_config(export)
     add_export_options(export)

@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
 
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.frozen_target import FrozenTarget
-from actors.engine.training.onpolicy import ChatText, GenerationPlan, OnPolicyWriter, ShardWriter
+from actors.engine.training.onpolicy import (
+    ChatText,
+    GenerationPlan,
+    OnPolicyWriter,
+    ShardWriter,
+    _Row,
+)
 from actors.engine.training.prompts import Prompt
+from tests.torch_cpu.family_checkpoints import EOS, VOCAB, WIDTH, write_checkpoint
 
-VOCAB, WIDTH, LAYERS, EOS = 30, 16, 3, 2
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    root = tmp_path / "model"
-    root.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": WIDTH,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "num_hidden_layers": LAYERS,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "vocab_size": VOCAB,
-        "eos_token_id": EOS,
-    }
-    (root / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB, WIDTH),
-        "lm_head.weight": torch.randn(VOCAB, WIDTH),
-        "model.norm.weight": torch.rand(WIDTH) + 0.5,
-    }
-    shapes = {
-        "input_layernorm": (WIDTH,),
-        "post_attention_layernorm": (WIDTH,),
-        "self_attn.q_proj": (16, WIDTH),
-        "self_attn.k_proj": (8, WIDTH),
-        "self_attn.v_proj": (8, WIDTH),
-        "self_attn.o_proj": (WIDTH, 16),
-        "mlp.gate_proj": (24, WIDTH),
-        "mlp.up_proj": (24, WIDTH),
-        "mlp.down_proj": (WIDTH, 24),
-    }
-    for layer in range(LAYERS):
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.4
-    save_file(tensors, root / "model.safetensors")
-    letters = {chr(ord("a") + i): i for i in range(26)} | {f"<{i}>": i for i in range(26, VOCAB)}
-    Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(root / "tokenizer.json"))
+    root = write_checkpoint(tmp_path / "model", "LlamaForCausalLM")
     (root / "chat_template.jinja").write_text(TEMPLATE)
     return root
 
@@ -73,11 +40,13 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", "chat", t, 0.0) for i, t in enumerate(texts)]
 
 
-def write(model_dir: Path, out: Path, max_tokens: int = 10_000) -> int:
+def write(
+    model_dir: Path, out: Path, max_tokens: int = 10_000, asked: Sequence[Prompt] = ()
+) -> int:
     plan = GenerationPlan(num_rows=3, max_prompt_len=16, max_answer_len=12)
     shards = ShardWriter(out, 0)
-    writer = OnPolicyWriter(target(model_dir, plan.max_len), ChatText(model_dir), plan, EOS, shards)
-    return writer.run(prompts(), max_tokens)
+    writer = OnPolicyWriter(target(model_dir, plan.max_len), ChatText(model_dir), plan, shards)
+    return writer.run(list(asked or prompts()), max_tokens)
 
 
 def test_decoding_token_by_token_equals_one_forward(model_dir: Path) -> None:
@@ -112,8 +81,8 @@ def test_written_answers_and_features_equal_plain_recomputation(
         )
         logits = frozen.head(out.hidden[0, record.prompt_len - 1 :])
         assert ids[record.prompt_len :].tolist() == logits.argmax(-1).tolist()
-        torch.testing.assert_close(parts["taps"], out.taps[0])
-        torch.testing.assert_close(parts["hidden"], out.hidden[0])
+        for name, wanted in (("taps", out.taps[0]), ("hidden", out.hidden[0])):
+            torch.testing.assert_close(parts[name].float(), wanted, atol=1e-3, rtol=1e-2, msg=name)
         torch.testing.assert_close(parts["lse"][record.prompt_len - 1 :], logits.logsumexp(-1))
         answer = ids[record.prompt_len :].tolist()
         assert EOS not in answer[:-1]
@@ -130,13 +99,34 @@ def test_a_restart_skips_finished_records(model_dir: Path, tmp_path: Path) -> No
     assert len(records) == len(set(records)) == len(prompts())
 
 
+def test_a_text_depends_on_its_prompt_alone(model_dir: Path, tmp_path: Path) -> None:
+    warm = [replace(p, temperature=0.9) for p in prompts()]
+    texts = []
+    for order, name in ((warm, "a"), (warm[::-1], "b")):
+        write(model_dir, tmp_path / name, asked=order)
+        data = OnPolicyDataset(tmp_path / name)
+        texts.append({r.record_id: data.read(r)["ids"].tolist() for r in data.records})
+    assert texts[0] == texts[1]
+
+
+def test_workers_share_the_prompts_whatever_their_order(model_dir: Path, tmp_path: Path) -> None:
+    text, out = ChatText(model_dir), tmp_path / "shards"
+    for worker, asked in enumerate((prompts(), prompts()[::-1])):
+        plan = GenerationPlan(3, 16, 12, worker=worker, num_workers=2)
+        writer = OnPolicyWriter(target(model_dir, 28), text, plan, ShardWriter(out, worker))
+        writer.run(asked, 10_000)
+    ids = [r.record_id for r in OnPolicyDataset(out).records]
+    assert sorted(ids) == [p.record_id for p in prompts()]
+
+
 def test_sampling_follows_the_temperature(model_dir: Path, tmp_path: Path) -> None:
     plan = GenerationPlan(num_rows=1, max_prompt_len=16, max_answer_len=4)
     frozen = target(model_dir, plan.max_len)
-    writer = OnPolicyWriter(frozen, ChatText(model_dir), plan, EOS, ShardWriter(tmp_path / "s", 0))
+    writer = OnPolicyWriter(frozen, ChatText(model_dir), plan, ShardWriter(tmp_path / "s", 0))
     hidden = torch.randn(1, WIDTH)
     wanted = (frozen.head(hidden).float() / 0.7).softmax(-1)[0]
     many = hidden.expand(20_000, WIDTH)
-    drawn, _lse = writer._sample(many, torch.full((len(many),), 0.7))
+    row = _Row(Prompt("p", "chat", "a", 0.7), [], 0, torch.Generator().manual_seed(1))
+    drawn, _lse = writer._sample(many, [row] * len(many))
     seen = torch.bincount(drawn, minlength=VOCAB) / len(many)
     torch.testing.assert_close(seen, wanted, atol=0.015, rtol=0)

@@ -104,9 +104,18 @@ class OnPolicyDataset:
         return records
 
     @property
+    def num_usable(self) -> int:
+        """Answers with at least one anchor."""
+        return sum(r.num_anchors > 0 for r in self.records)
+
+    @property
     def num_answer_tokens(self) -> int:
         """Tokens the target wrote itself."""
         return sum(r.length - r.prompt_len for r in self.records)
+
+    def ids(self, record: Record) -> Tensor:
+        """Return the token ids [n] of one record."""
+        return self.read(record)["ids"]
 
     def read(self, record: Record) -> dict[str, Tensor]:
         """Return ids [n] (int64), taps [n-1, m, d], hidden [n-1, d], lse [n-1] of one record."""
@@ -130,7 +139,7 @@ class OnPolicyDataset:
         """Return how often each id occurs, [vocab_size]; prompt tokens count `prompt_weight`."""
         counts = torch.zeros(vocab_size)
         for record in self.records:
-            ids = self.read(record)["ids"]
+            ids = self.ids(record)
             one = torch.ones(len(ids))
             one[: record.prompt_len] = prompt_weight
             counts.index_add_(0, ids, one)

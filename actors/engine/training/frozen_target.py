@@ -1,7 +1,8 @@
-"""A plain batched Llama forward with feature taps, for making training text.
+"""The target as it is served, over dense rows and with feature taps: for making training text.
 
-It favours throughput over everything a server needs: dense K/V rows, one process, no paging. The
-serving target engine is elsewhere; both read the same checkpoint.
+Weights, norms, rotations and experts are those of the serving model (`actors.engine.target_model`), so whatever can be
+served can be trained for. Only attention is another one: dense K/V rows in one process, no paging, which favours
+throughput over everything a server needs.
 """
 
 from __future__ import annotations
@@ -11,21 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from actors.engine.packed_linear import Linear
-from actors.engine.rotary import rotary_tables, rotate
-from actors.engine.weights import Checkpoint, CheckpointError, read_config
-
-
-@dataclass
-class _Layer:
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    norm_in: Tensor
-    norm_post: Tensor
+from actors.engine.checkpoint import model_config
+from actors.engine.rotary import rotation_table
+from actors.engine.target_model import DecoderLayer, TargetModel
+from actors.engine.weights import Checkpoint, CheckpointError
 
 
 @dataclass
@@ -44,53 +35,52 @@ class Forward:
     hidden: Tensor  # [R, T, hidden], after the final norm
 
 
+@dataclass
+class _Step:
+    """Where the new tokens of a forward are, and what their queries see."""
+
+    where: tuple[Tensor, Tensor]  # row in the chosen ones [R, 1], position [R, T]
+    factors: Tensor  # [R * T, heads + kv_heads, head_dim / 2] complex
+    first_row: int
+    span: int
+    masks: dict[int, Tensor]  # by window: additive [R, 1, group * T, span]
+
+
 class FrozenTarget:
-    """A Llama-family checkpoint, inference only."""
+    """A checkpoint of the decoder family, inference only."""
 
     def __init__(
         self, model_dir: Path, tap_layer_ids: tuple[int, ...], dtype: torch.dtype, max_len: int
     ) -> None:
-        """Load `model_dir`; raises CheckpointError for another architecture or missing tensors."""
-        config = read_config(model_dir)
-        if config.get("architectures") != ["LlamaForCausalLM"]:
-            raise CheckpointError(f"architectures {config.get('architectures')} is not Llama")
-        self.num_layers = int(config["num_hidden_layers"])
-        self.num_heads = int(config["num_attention_heads"])
-        self.num_kv_heads = int(config["num_key_value_heads"])
-        self.hidden_size = int(config["hidden_size"])
-        self.head_dim = int(config.get("head_dim") or self.hidden_size // self.num_heads)
-        self.eps = float(config["rms_norm_eps"])
-        self.tap_layer_ids = tap_layer_ids
-        self.dtype = dtype
-        self.max_len = max_len
-        weights = Checkpoint(model_dir)
-        self.embed = weights["model.embed_tokens.weight"].to(dtype)
-        tied = "lm_head.weight" not in weights
-        self.head_weight = self.embed if tied else weights["lm_head.weight"].to(dtype)
-        self.head = Linear(self.head_weight)
-        self.norm = weights["model.norm.weight"].to(dtype)
-        self.layers = [self._layer(weights, i) for i in range(self.num_layers)]
-        cos, sin = rotary_tables(self.head_dim, float(config["rope_theta"]), max_len)
-        self.cos, self.sin = cos.to(dtype), sin.to(dtype)
-
-    def _layer(self, weights: Checkpoint, index: int) -> _Layer:
-        def get(name: str) -> Tensor:
-            return weights[f"model.layers.{index}.{name}.weight"].to(self.dtype)
-
-        qkv = torch.cat([get(f"self_attn.{n}_proj") for n in "qkv"])
-        gate_up = torch.cat([get(f"mlp.{n}_proj") for n in ("gate", "up")])
-        return _Layer(
-            qkv=Linear(qkv),
-            out=Linear(get("self_attn.o_proj")),
-            gate_up=Linear(gate_up),
-            down=Linear(get("mlp.down_proj")),
-            norm_in=get("input_layernorm"),
-            norm_post=get("post_attention_layernorm"),
+        """Load `model_dir`; raises CheckpointError for another family, missing tensors or a layer it lacks."""
+        self.config = config = model_config(model_dir)
+        if not all(0 <= i < config.num_layers for i in tap_layer_ids):
+            raise CheckpointError(
+                f"taps {tap_layer_ids}: {model_dir} has layers 0 to {config.num_layers - 1}; give --taps of these"
+            )
+        device = torch.device("cpu")
+        tensors = Checkpoint(model_dir)
+        self.model = TargetModel(config, tensors, dtype, device, "fast", max_len)
+        self.hidden_size, self.tap_layer_ids = config.hidden_size, tap_layer_ids
+        self.dtype, self.max_len = dtype, max_len
+        factors = rotation_table(config.rope, config.head_dim, max_len)[:, None]
+        self._factors = torch.cat(
+            [
+                (factors * config.head_dim**-0.5).expand(-1, config.num_heads, -1),
+                factors.expand(-1, config.num_kv_heads, -1),
+            ],
+            1,
         )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., vocab_size] of hidden [..., hidden_size] that the final norm has seen."""
+        logits: Tensor = self.model.head(hidden.reshape(-1, self.hidden_size))
+        return logits.view(*hidden.shape[:-1], -1)
 
     def new_rows(self, num_rows: int) -> Rows:
         """Return zeroed K/V for `num_rows` sequences of `max_len`."""
-        shape = (self.num_layers, num_rows, self.num_kv_heads, self.max_len, self.head_dim)
+        config = self.config
+        shape = (config.num_layers, num_rows, config.num_kv_heads, self.max_len, config.head_dim)
         return Rows(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
 
     @torch.inference_mode()
@@ -101,55 +91,62 @@ class FrozenTarget:
         R rows inside `rows`.
         """
         count, length = ids.shape
-        positions = start[:, None] + torch.arange(length)
-        span = int(positions.max()) + 1
-        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-        hidden_mask = torch.arange(span)[None, None] > positions[:, :, None]  # [R, T, span]
-        group = self.num_heads // self.num_kv_heads
-        bias = torch.zeros(hidden_mask.shape).masked_fill(hidden_mask, float("-inf"))
-        bias = bias[:, None, None].expand(-1, 1, group, -1, -1).reshape(count, 1, -1, span)
+        step = self._step(start, length, first_row)
         taps = torch.empty(
             (count, length, len(self.tap_layer_ids), self.hidden_size), dtype=self.dtype
         )
-        x = self.embed[ids]
-        where = (torch.arange(count)[:, None], positions)
-        for index, layer in enumerate(self.layers):
-            keys = rows.keys[index, first_row : first_row + count]
-            values = rows.values[index, first_row : first_row + count]
-            x = x + self._attend(x, layer, keys, values, where, cos, sin, bias, span)
-            gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.norm_post, self.eps)).chunk(
-                2, -1
-            )
-            x = x + layer.down(F.silu(gate) * up)
+        x = self.model.embedding[ids.flatten()]
+        for index, layer in enumerate(self.model.layers):
+            qkv = layer.qkv(layer.input_norm(x))
+            x = layer.output.plus(self._attend(qkv, layer, index, rows, step), x)
+            x = layer.mlp.plus(layer.mlp_norm(x), x)
             if index in self.tap_layer_ids:
-                taps[:, :, self.tap_layer_ids.index(index)] = x
-        return Forward(taps, F.rms_norm(x, x.shape[-1:], self.norm, self.eps))
+                taps[:, :, self.tap_layer_ids.index(index)] = x.view(count, length, -1)
+        return Forward(taps, self.model.final_norm(x).view(count, length, -1))
+
+    def _step(self, start: Tensor, length: int, first_row: int) -> _Step:
+        config, count = self.config, len(start)
+        positions = start[:, None] + torch.arange(length)
+        span = int(positions.max()) + 1
+        group = config.num_heads // config.num_kv_heads
+        distance = positions[:, :, None] - torch.arange(span)  # [R, T, span]
+        masks = {}
+        for window in set(config.windows):
+            hidden = (distance < 0) | (distance >= window if window else False)
+            mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+            mask = mask[:, None, None].expand(-1, 1, group, -1, -1)
+            masks[window] = mask.reshape(count, 1, -1, span)
+        where = (torch.arange(count)[:, None], positions)
+        return _Step(where, self._factors[positions.flatten()], first_row, span, masks)
 
     def _attend(
-        self,
-        x: Tensor,
-        layer: _Layer,
-        keys: Tensor,
-        values: Tensor,
-        where: tuple[Tensor, Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        bias: Tensor,
-        span: int,
+        self, qkv: Tensor, layer: DecoderLayer, index: int, rows: Rows, step: _Step
     ) -> Tensor:
-        """Grouped-query attention as two batched matmuls; far faster here than SDPA at decode."""
-        count, length, _ = x.shape
-        kv, dim = self.num_kv_heads, self.head_dim
-        normed = F.rms_norm(x, x.shape[-1:], layer.norm_in, self.eps)
-        qkv = layer.qkv(normed).view(count, length, -1, dim)
-        q, k, v = qkv.split([self.num_heads, kv, kv], dim=2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        keys[where[0], :, where[1]] = k
-        values[where[0], :, where[1]] = v
+        """Grouped-query attention as two batched matmuls; far faster here than SDPA at decode.
+
+        qkv [R * T, ...] as `DecoderLayer.qkv` gives it; returns [R * T, heads * head_dim].
+        """
+        count, length = step.where[1].shape
+        heads, kv, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        parts = qkv.view(count * length, -1, dim)
+        turned = parts[:, : heads + kv].float()  # a view where the model is fp32, else a copy
+        if layer.qk_norm is not None:
+            turned.copy_(layer.qk_norm(turned))
+        torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(step.factors)
+        if self.dtype != torch.float32:
+            parts[:, : heads + kv] = turned
+        parts = parts.view(count, length, -1, dim)
+        q, k, v = parts.split([heads, kv, kv], dim=2)
+        own = slice(step.first_row, step.first_row + count)
+        keys, values = rows.keys[index, own], rows.values[index, own]
+        keys[step.where[0], :, step.where[1]] = k
+        values[step.where[0], :, step.where[1]] = v
         grouped = (
-            q.view(count, length, kv, -1, dim).permute(0, 2, 3, 1, 4).reshape(count, kv, -1, dim)
+            q.reshape(count, length, kv, -1, dim).permute(0, 2, 3, 1, 4).reshape(count, kv, -1, dim)
         )
-        scores = (grouped @ keys[:, :, :span].transpose(2, 3)).float() * dim**-0.5 + bias
-        mixed = scores.softmax(-1).to(self.dtype) @ values[:, :, :span]
+        scores = (grouped @ keys[:, :, : step.span].transpose(2, 3)).float()
+        scores += step.masks[self.config.windows[index]]
+        mixed = scores.softmax(-1).to(self.dtype) @ values[:, :, : step.span]
         mixed = mixed.view(count, kv, -1, length, dim).permute(0, 3, 1, 2, 4)
-        return layer.out(mixed.reshape(count, length, -1))
+        out: Tensor = mixed.reshape(count * length, -1)
+        return out

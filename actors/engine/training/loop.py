@@ -19,8 +19,11 @@ from actors.engine.drafters.model import DraftModel
 from actors.engine.training.curves import plot_log
 from actors.engine.training.dataset import Batch, OnPolicyDataset
 from actors.engine.training.losses import Labels, LossWeights, block_loss, confidence_loss
+from actors.engine.training.parallel import Peers
 from actors.engine.training.validation import HeldOut
 from configs.machine import multiplies_bfloat16
+
+WARMUP_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class TrainingOptions:
     max_steps: int
     learning_rate: float = 1e-3
     final_rate: float = 0.03  # of the peak
-    warmup_steps: int = 60
+    warmup_steps: int = WARMUP_STEPS
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     num_sequences: int = 8
@@ -77,9 +80,15 @@ class Trainer:
         data: OnPolicyDataset,
         options: TrainingOptions,
         held_out: HeldOut | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Build the optimiser; call `load` to continue an earlier run. `held_out` is measured now and then."""
-        self.model, self.data, self.options, self.held_out = model, data, options, held_out
+        """Build the optimiser; call `load` to continue an earlier run. `held_out` is measured now and then.
+
+        With `peers`, a step is shared with other trainers; the first of them writes.
+        """
+        self.model, self.data, self.options = model, data, options
+        self.held_out, self.peers = held_out, peers
+        self.is_first = peers is None or peers.rank == 0
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -93,6 +102,9 @@ class Trainer:
         )
         self.step = 0
         self.stop_requested = False  # set it from a signal handler: the run saves and returns
+        self.until_s: float | None = None  # time.time() at which to stop
+        self.latest: StepLog | None = None
+        self._num_asking = 0.0  # trainers that wanted to stop during the last step
         self.to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long)
         self.to_draft[model.draft_ids] = torch.arange(model.config.draft_vocab_size)
 
@@ -107,18 +119,27 @@ class Trainer:
         drawn = self.data.draw(rng, self.options.num_sequences, self.options.num_anchors, chances)
         self.optimizer.zero_grad(set_to_none=True)
         num_kept = sum(int(d.kept.sum()) for d in drawn)
-        total, parts = self.losses(self.data.batch(drawn), num_kept)
+        mine = self.peers.part(drawn) if self.peers else drawn
+        total, facts = self.losses(self.data.batch(mine), num_kept)
         total.backward()
+        if self.peers is not None:
+            asks = facts.new_tensor([float(self._wants_to_stop())])
+            facts = self.peers.add_gradients(self.model, torch.cat((asks, facts)))
+            self._num_asking, facts = float(facts[0]), facts[1:]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.optimizer.step()
         self.step += 1
         seconds = time.perf_counter() - started
         due = self.held_out is not None and self.step % self.options.validate_every == 0
         measured = self.held_out.measure(self.model) if self.held_out is not None and due else None
-        return StepLog(step=self.step, rate=rate, seconds=seconds, held_out=measured, **parts)
+        fields = _log_fields(facts, self.model.config.block_size)
+        self.latest = StepLog(
+            step=self.step, rate=rate, seconds=seconds, held_out=measured, **fields
+        )
+        return self.latest
 
-    def losses(self, batch: Batch, num_kept: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return (total loss, the fields of StepLog it determines); a mean over `num_kept` slots.
+    def losses(self, batch: Batch, num_kept: int) -> tuple[Tensor, Tensor]:
+        """Return (total loss, what `_log_fields` reads): parts of a mean over `num_kept` slots of all trainers.
 
         A slot of weight w is kept with probability w and then weighs one: the same loss in the mean,
         for about half the work over the vocabulary.
@@ -143,24 +164,25 @@ class Trainer:
             confidence = confidence_loss(logits, vocabulary.accept, weights)
         total = vocabulary.total + options.loss.confidence * confidence
         slots = kept % gamma
-        parts = {
-            "loss": total.item(),
-            "ce": vocabulary.ce.item(),
-            "tv": vocabulary.tv.item(),
-            "distill": vocabulary.distill.item(),
-            "confidence": confidence.item(),
-            "agree": _per_slot(vocabulary.agree.float(), slots, gamma),
-            "accept": _per_slot(vocabulary.accept, slots, gamma),
-        }
-        return total, parts
+        terms = (total, vocabulary.ce, vocabulary.tv, vocabulary.distill, confidence)
+        counts = (torch.ones(len(kept)), vocabulary.agree.float(), vocabulary.accept)
+        sums = [torch.zeros(gamma).index_add_(0, slots, values) for values in counts]
+        return total, torch.cat((torch.stack([t.detach() for t in terms]), *sums))
 
     def run(self, out_dir: Path, until_s: float | None = None) -> None:
         """Train to `max_steps`, the wall-clock time `until_s` or `stop_requested`; then save."""
+        self.until_s = until_s
+        if self.peers is not None:
+            self.peers.share(self.model)
+        if not self.is_first:
+            for _ in self._steps():
+                pass
+            return
         out_dir.mkdir(parents=True, exist_ok=True)
         _drop_later_entries(out_dir / "log.jsonl", self.step)
         saved = time.monotonic()
         with (out_dir / "log.jsonl").open("a", encoding="utf-8") as log:
-            for entry in self._steps(until_s):
+            for entry in self._steps():
                 log.write(json.dumps(asdict(entry)) + "\n")
                 if time.monotonic() - saved > self.options.checkpoint_every_s:
                     log.flush()
@@ -169,18 +191,25 @@ class Trainer:
         self.save(out_dir / "checkpoint.pt")
         plot_log(out_dir / "log.jsonl", out_dir / "loss.png")
 
-    def _steps(self, until_s: float | None) -> Iterator[StepLog]:
+    def _wants_to_stop(self) -> bool:
+        return self.stop_requested or (self.until_s is not None and time.time() >= self.until_s)
+
+    def _ends(self) -> bool:
+        """Whether no step follows; trainers of one run say the same."""
+        asked = self._wants_to_stop() if self.peers is None else self._num_asking > 0
+        return asked or self.step >= self.options.max_steps
+
+    def _steps(self) -> Iterator[StepLog]:
         bar = tqdm(
             total=self.options.max_steps,
             initial=self.step,
             desc="training",
             unit="step",
             mininterval=5.0,
+            disable=not self.is_first,
         )
         smooth = None
-        while self.step < self.options.max_steps and not self.stop_requested:
-            if until_s is not None and time.time() >= until_s:
-                break
+        while not self._ends():
             entry = self.train_step()
             smooth = entry.loss if smooth is None else 0.98 * smooth + 0.02 * entry.loss
             bar.set_postfix(loss=f"{smooth:.3f}", agree=f"{entry.agree[0]:.2f}", refresh=False)
@@ -209,11 +238,13 @@ class Trainer:
         self.step = int(state["step"])
 
 
-def _per_slot(values: Tensor, slots: Tensor, gamma: int) -> list[float]:
-    """Return the mean of values [M] for each of the gamma slots."""
-    counts = torch.bincount(slots, minlength=gamma).clamp_min(1)
-    sums = torch.zeros(gamma).index_add_(0, slots, values.float())
-    return [round(v, 4) for v in (sums / counts).tolist()]
+def _log_fields(facts: Tensor, gamma: int) -> dict[str, Any]:
+    """Return fields of StepLog; facts [5 + 3 gamma]: five terms, then slots that counted, agreed, were accepted."""
+    names = ("loss", "ce", "tv", "distill", "confidence")
+    counted, agree, accept = facts[len(names) :].view(3, gamma)
+    rates = {"agree": agree / counted.clamp_min(1), "accept": accept / counted.clamp_min(1)}
+    terms = dict(zip(names, facts.tolist(), strict=False))
+    return {**terms, **{n: [round(v, 4) for v in r.tolist()] for n, r in rates.items()}}
 
 
 def _drop_later_entries(log: Path, step: int) -> None:

@@ -8,11 +8,12 @@ skipped on a restart, so the command can be stopped and run again.
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import torch
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.prompts import Prompt
+
+log = logging.getLogger(__name__)
 
 SHARD_RECORDS = 64
 STORED = torch.bfloat16  # of features in shards, whatever they were computed in
@@ -48,7 +51,16 @@ class _Row:
     prompt: Prompt
     ids: list[int]
     prompt_len: int
+    rng: torch.Generator  # of this record alone: its text depends on no order
     lse: list[float] = field(default_factory=list)
+
+
+class PromptText(Protocol):
+    """How a prompt becomes what the model reads."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a conversation whose only turn is `text`, answer to follow."""
+        ...
 
 
 class ChatText:
@@ -129,9 +141,10 @@ class OnPolicyWriter:
     """Keeps `num_rows` answers going and hands finished ones to a ShardWriter."""
 
     def __init__(
-        self, target: FrozenTarget, text: ChatText, plan: GenerationPlan, eos: int, out: ShardWriter
+        self, target: FrozenTarget, text: PromptText, plan: GenerationPlan, out: ShardWriter
     ) -> None:
         """Allocate K/V and feature rows; `target.max_len` must be `plan.max_len`."""
+        eos = frozenset(target.config.eos_token_ids)
         self.target, self.text, self.plan, self.eos, self.out = target, text, plan, eos, out
         rows, length, width = plan.num_rows, plan.max_len, target.hidden_size
         self.kv = target.new_rows(rows)
@@ -141,15 +154,15 @@ class OnPolicyWriter:
         self.rows: list[_Row | None] = [None] * rows
         self.cursor = torch.zeros(rows, dtype=torch.long)  # tokens whose features are known
         self.current = torch.zeros(rows, dtype=torch.long)
-        self.temperature = torch.zeros(rows)
-        self.rng = torch.Generator()
+        self.num_too_long = 0  # prompts left out
 
     def run(self, prompts: list[Prompt], max_tokens: int) -> int:
         """Answer `prompts` until they or `max_tokens` answer tokens run out; return tokens written."""
         done = finished_ids(self.out.out_dir)
-        mine = [p for i, p in enumerate(prompts) if i % self.plan.num_workers == self.plan.worker]
+        workers, own = self.plan.num_workers, self.plan.worker
+        # By id, not by place in the list: a list that was shuffled or has grown gives nothing to two workers.
+        mine = [p for p in prompts if zlib.crc32(p.record_id.encode()) % workers == own]
         queue = deque(p for p in mine if p.record_id not in done)
-        self.rng.manual_seed(zlib.crc32(f"{self.plan.worker}-{len(done)}".encode()))
         written = 0
         bar = tqdm(total=max_tokens, unit="tok", desc="on-policy text", mininterval=5.0)
         while written < max_tokens:
@@ -161,11 +174,18 @@ class OnPolicyWriter:
             written += self._step(bar)
         self.out.flush()
         bar.close()
+        if self.num_too_long:
+            log.warning(
+                "%d prompts are longer than %d tokens and were left out",
+                self.num_too_long,
+                self.plan.max_prompt_len,
+            )
         return written
 
     def _open(self, index: int, prompt: Prompt) -> None:
         ids = self.text.encode(prompt.text)
         if len(ids) > self.plan.max_prompt_len:
+            self.num_too_long += 1
             return
         first = self.target.forward(
             torch.tensor([ids]), torch.zeros(1, dtype=torch.long), self.kv, index
@@ -174,9 +194,9 @@ class OnPolicyWriter:
         self.taps[index, :count] = first.taps[0]
         self.hidden[index, :count] = first.hidden[0]
         self.cursor[index] = count
-        self.temperature[index] = prompt.temperature
-        row = _Row(prompt, ids, count)
-        token, lse = self._sample(first.hidden[:, -1], self.temperature[index : index + 1])
+        rng = torch.Generator().manual_seed(zlib.crc32(prompt.record_id.encode()))
+        row = _Row(prompt, ids, count, rng)
+        token, lse = self._sample(first.hidden[:, -1], [row])
         row.ids.append(int(token))
         row.lse.append(float(lse))
         self.current[index] = token
@@ -188,7 +208,7 @@ class OnPolicyWriter:
         everyone = torch.arange(self.plan.num_rows)
         self.taps[everyone, self.cursor] = out.taps[:, 0].to(STORED)
         self.hidden[everyone, self.cursor] = out.hidden[:, 0].to(STORED)
-        tokens, lses = self._sample(out.hidden[:, 0], self.temperature)
+        tokens, lses = self._sample(out.hidden[:, 0], self.rows)
         finished = 0
         for index, (row, token, lse) in enumerate(
             zip(self.rows, tokens.tolist(), lses.tolist(), strict=True)
@@ -200,7 +220,7 @@ class OnPolicyWriter:
             self.current[index] = token
             self.cursor[index] += 1
             answer = len(row.ids) - row.prompt_len
-            if token == self.eos or answer >= self.plan.max_answer_len:
+            if token in self.eos or answer >= self.plan.max_answer_len:
                 self.out.add(row, self.taps[index], self.hidden[index])
                 self.rows[index] = None
                 self.cursor[index] = 0
@@ -208,14 +228,17 @@ class OnPolicyWriter:
                 bar.update(answer)
         return finished
 
-    def _sample(self, hidden: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (token [R], log-normaliser at temperature 1 [R]) for hidden [R, d]."""
+    def _sample(self, hidden: Tensor, rows: list[_Row | None]) -> tuple[Tensor, Tensor]:
+        """Return (token [R], log-normaliser at temperature 1 [R]) for hidden [R, d] of these rows."""
         logits = self.target.head(hidden).float()
         lse = logits.logsumexp(-1)
         tokens = logits.argmax(-1)
-        warm = (temperature > 0).nonzero()[:, 0]
-        if len(warm):
-            mass = (logits[warm] / temperature[warm, None]).softmax(-1).cumsum(-1)
-            draw = torch.rand((len(warm), 1), generator=self.rng) * mass[:, -1:]
+        drawn = [(i, row) for i, row in enumerate(rows) if row and row.prompt.temperature > 0]
+        if drawn:
+            warm = torch.tensor([i for i, _ in drawn])
+            temperature = torch.tensor([row.prompt.temperature for _, row in drawn])
+            mass = (logits[warm] / temperature[:, None]).softmax(-1).cumsum(-1)
+            uniform = torch.stack([torch.rand(1, generator=row.rng) for _, row in drawn])
+            draw = uniform * mass[:, -1:]
             tokens[warm] = torch.searchsorted(mass, draw)[:, 0].clamp_max(logits.shape[-1] - 1)
         return tokens, lse

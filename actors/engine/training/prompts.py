@@ -35,7 +35,7 @@ class Prompt:
     """One user turn: a stable id, its domain, the text, and the sampling temperature to use."""
 
     record_id: str
-    domain: Domain
+    domain: str
     text: str
     temperature: float
 
@@ -79,6 +79,44 @@ def write(prompts: list[Prompt], path: Path) -> None:
 def read(path: Path) -> list[Prompt]:
     """Read what `write` wrote; raises FileNotFoundError when it has not been made."""
     return [Prompt(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_user(path: Path, held_out_share: float) -> dict[str, list[Prompt]]:
+    """Return the user's own prompts as the lists `train` and `held_out`; `held_out_share` of them go to the latter.
+
+    A line is {"text": …, "domain": …, "temperature": …}; without the last two it is "own" and answered at 0 or, half of
+    them, at 0.7 to 1. What is held out is answered at 0. Everything follows from the text of a line, never from its
+    place. Raises ValueError naming the line.
+    """
+    lists: dict[str, dict[str, Prompt]] = {"train": {}, "held_out": {}}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        text, domain, temperature = _user_line(line, f"{path}:{number}")
+        key = zlib.crc32(f"{domain}\n{text}".encode())
+        split = "held_out" if random.Random(key).random() < held_out_share else "train"
+        if temperature is None:
+            temperature = _temperature(random.Random(key + 1))
+        record_id = f"own-{domain}-{key:08x}"
+        given = 0.0 if split == "held_out" else temperature
+        lists[split][record_id] = Prompt(record_id, domain, text, given)
+    return {split: list(found.values()) for split, found in lists.items()}
+
+
+def _user_line(line: str, where: str) -> tuple[str, str, float | None]:
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no JSON object ({error}); write one a line") from error
+    text = raw.get("text") if isinstance(raw, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f'{where}: needs "text", the prompt, as a string that is not empty')
+    temperature = raw.get("temperature")
+    if temperature is not None and not (
+        isinstance(temperature, int | float) and 0 <= temperature <= 2
+    ):
+        raise ValueError(f"{where}: temperature={temperature!r}: give a number from 0 to 2")
+    return text, str(raw.get("domain", "own")), temperature
 
 
 def _temperature(rng: random.Random) -> float:

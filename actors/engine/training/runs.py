@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from actors.engine.drafters.checkpoint import build, load_drafter
 from actors.engine.drafters.config import DrafterConfig, Kind, parse_config
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
-from actors.engine.training import calibrate, evaluate, initialise, onpolicy, prompts
+from actors.engine.training import calibrate, evaluate, initialise, prompts
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.validation import HeldOut
 from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables
@@ -30,6 +31,12 @@ class Paths:
     work: Path
     target: Path
     run_name: str
+    is_bundled: bool = False  # the target is SmolLM2-135M, as the bundled drafters had it
+
+    @property
+    def facts(self) -> Path:
+        """What the text was written with."""
+        return self.work / "text.json"
 
     def prompts(self, split: str) -> Path:
         """The prompt list of `split`."""
@@ -88,9 +95,12 @@ def new_model(paths: Paths, data: OnPolicyDataset, shape: initialise.Shape) -> D
     chosen = torch.arange(config.vocab_size)
     if config.reduced:
         counts = data.token_counts(config.vocab_size)
-        text = onpolicy.ChatText(paths.target)
-        for prompt in prompts.read(paths.prompts("train")):
-            ids = torch.tensor(text.encode(prompt.text))
+        tokenizer = Tokenizer.from_file(str(paths.target / "tokenizer.json"))
+        listed = paths.prompts("train")
+        for prompt in (
+            prompts.read(listed) if listed.is_file() else ()
+        ):  # those not answered yet, too
+            ids = torch.tensor(tokenizer.encode(prompt.text, add_special_tokens=False).ids)
             counts.index_add_(0, ids, torch.full((len(ids),), 0.25))
         chosen = initialise.choose_draft_ids(counts, config.draft_vocab_size)
     model = build(config, embed, head, chosen)

@@ -17,6 +17,7 @@ class HeldOut:
     def __init__(self, data: OnPolicyDataset, per_domain: int, *, bf16: bool) -> None:
         """Choose the answers; ValueError when the text has none at temperature 0."""
         self.data, self.bf16 = data, bf16
+        self.last: float | None = None  # acceptance length as measured last
         self.records: list[Record] = []
         taken: dict[str, int] = {}
         for record in sorted(data.records, key=lambda r: r.record_id):
@@ -39,8 +40,9 @@ class HeldOut:
             hits += blocks.hits.sum(0)
             inside += blocks.inside.sum(0)
         by_domain = {name: round(tally.length, 4) for name, tally in sorted(tallies.items())}
+        self.last = round(float(np.mean(list(by_domain.values()))), 4)
         return {
-            "acceptance_length": round(float(np.mean(list(by_domain.values()))), 4),
+            "acceptance_length": self.last,
             "by_domain": by_domain,
             "agree": [round(float(h), 4) for h in hits / np.maximum(inside, 1)],
         }
