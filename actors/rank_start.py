@@ -19,7 +19,6 @@ from actors.core.service_class import ClassAllocation, classes_of
 from actors.core.sps import RankTimes
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.group_member import GroupMember
-from actors.shell import DrafterFacts
 from actors.timing import TimedDecider
 from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig
@@ -82,11 +81,11 @@ def policy_of(policy: PolicyConfig, times: RankTimes | None = None) -> LocalPoli
     return LocalPolicy(policy.name, *lengths, policy.min_predicted_gain, times)
 
 
-def farewells(rank: Rank, old: Sequence[DrafterFacts], staying: Sequence[Endpoint]) -> Outgoing:
+def farewells(rank: Rank, old: Sequence[Endpoint], staying: Sequence[Endpoint]) -> Outgoing:
     """A drafter that lives on without this rank shall forget what it holds for it."""
     names = {endpoint.name for endpoint in staying}
     out: Outgoing = []
-    for endpoint in (drafter.endpoint for drafter in old):
+    for endpoint in old:
         held = [r.request_id for r in rank.book.live.values() if r.drafter == endpoint.name]
         if endpoint.name not in names and held:
             out.append((endpoint, CloseDraft(rank.endpoint.name, tuple(held))))

@@ -226,7 +226,7 @@ class TargetActor(Shell):
         if new.order is not None and new.order != old.order:
             self._adopt(new.order)
         endpoints = [d.endpoint for d in usable if self._config.policy.name != "none"]
-        self.send_all(farewells(rank, old.drafters, endpoints))
+        self.send_all(farewells(rank, [d.endpoint for d in old.drafters], endpoints))
         rank.set_drafters(endpoints)
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
