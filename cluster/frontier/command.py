@@ -121,10 +121,8 @@ class Run:
                 row = self._measure(cell, cluster)
                 self._seconds.append((cell.concurrency, time.perf_counter() - started))
                 self._ledger.add(self._setup.key(cell), row)
-                if row["num_errors"]:
-                    bar.write(
-                        f"{cell.label}: {row['num_errors']} errors: {row['error']}", sys.stderr
-                    )
+                for line in _worries(row):
+                    bar.write(line, sys.stderr)
                 if row["num_errors"] == row["num_requests"]:
                     raise CommandError(f"{cell.label}: every stream failed: {row['error']}")
                 bar.update()
@@ -172,6 +170,15 @@ class Run:
             "is_disturbed": machine.is_disturbed(before, self._cores),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+
+def _worries(row: dict[str, Any]) -> Iterator[str]:
+    """What somebody who watches should know at once of a measurement."""
+    if row["num_errors"]:
+        yield f"{row['label']}: {row['num_errors']} errors: {row['error']}"
+    if row["is_disturbed"]:
+        busy = row["load_before"]["busy_cores"]
+        yield f"WARNING: {row['label']}: {busy:g} cores were busy with something else just before"
 
 
 class _Cluster:
