@@ -10,7 +10,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from actors.core.capacity import Allocator, BudgetRecord, BudgetSolver, EachAlone
+from actors.core.budget_solver import BudgetSolver, EachAlone
+from actors.core.capacity import Allocator, BudgetRecord
 from actors.core.classes import ClassPrices
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport, Subscribe
@@ -18,6 +19,7 @@ from actors.core.service_class import classes_of
 from actors.core.sps import CurveError
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
+from configs.change import PolicyOrder
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -33,14 +35,10 @@ class AllocatorActor(Shell):
 
     def __init__(self, seat: Seat, config: ClusterConfig, **kwargs: Any) -> None:
         super().__init__(seat, config.link.kind, **kwargs)
-        policy, classes = config.policy, classes_of(config.policy)
-        self._prices = ClassPrices(classes, policy.fairness) if classes else None
-        self._brain = Allocator(
-            policy=policy.name,
-            budget_ttl_steps=policy.budget_ttl_steps,
-            min_predicted_gain=policy.min_predicted_gain,
-            solver=_solver(config, self._prices),
-        )
+        self._config = config
+        self._prices: ClassPrices | None = None
+        self._brain = Allocator()
+        self._adopt(PolicyOrder(0, config.policy))
         self._ranks: dict[str, Endpoint] = {}
         self._subscribers: dict[str, tuple[Endpoint, float]] = {}  # with the time of its heartbeat
         self._next_view = 0.0
@@ -87,7 +85,18 @@ class AllocatorActor(Shell):
             for endpoint, _ in self._subscribers.values():
                 self.link.send(endpoint, view)
 
+    def _adopt(self, order: PolicyOrder) -> None:
+        """Plan by this policy from now on."""
+        policy = order.policy
+        config = self._config = self._config.model_copy(update={"policy": policy})
+        classes = classes_of(policy)
+        self._prices = ClassPrices(classes, policy.fairness) if classes else None
+        limits = policy.budget_ttl_steps, policy.min_predicted_gain
+        self._brain.adopt(order.number, policy.name, *limits, _solver(config, self._prices))
+
     def meet(self, old: Peers, new: Peers) -> None:
+        if new.order is not None and new.order != old.order:
+            self._adopt(new.order)
         for name in {rank.name for rank in old.ranks} - {rank.name for rank in new.ranks}:
             self._brain.forget(name)
             self._ranks.pop(name, None)
@@ -108,6 +117,7 @@ class AllocatorActor(Shell):
         load = asdict(self._brain.load_view(time.monotonic()))
         shown = ("max_draft_tokens", "min_survival", "rule", "class_weights", "based_on_step")
         return {
+            "policy": self._brain.policy,
             "num_budgets": self._num_budgets,
             "num_by_rule": dict(self._brain.num_by_rule),
             "num_fallbacks": self._brain.num_fallbacks,

@@ -5,20 +5,23 @@ Rank 0 of a group measures and checks for all of it, while the others take part 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from actors.core.admission import RankLimits
 from actors.core.local_policy import LocalPolicy
-from actors.core.messages import Endpoint
+from actors.core.messages import CloseDraft, Endpoint
 from actors.core.own_profile import StepTimes
 from actors.core.prefix_scheduler import allocate
+from actors.core.rank import Outgoing, Rank
 from actors.core.rank_calibration import RankCalibration
 from actors.core.service_class import ClassAllocation, classes_of
+from actors.core.sps import RankTimes
 from actors.engine.base import TargetEngine, TargetSpec
 from actors.group_member import GroupMember
 from actors.timing import TimedDecider
+from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig
 
 MeasureSteps = Callable[[TargetEngine, ClusterConfig], StepTimes]
@@ -78,9 +81,18 @@ def calibration_of(config: ClusterConfig) -> RankCalibration:
     return RankCalibration(gamma_of(config), config.calibration, config.policy.name)
 
 
-def policy_of(config: ClusterConfig) -> LocalPolicy:
-    """What the rank goes by without a budget of the allocator's."""
-    policy = config.policy
-    return LocalPolicy(
-        policy.name, policy.static_length, policy.static_threshold, policy.min_predicted_gain
-    )
+def policy_of(policy: PolicyConfig, times: RankTimes | None = None) -> LocalPolicy:
+    """What the rank goes by without a budget of the allocator's; `times`: what an earlier policy has learned."""
+    lengths = policy.static_length, policy.static_threshold
+    return LocalPolicy(policy.name, *lengths, policy.min_predicted_gain, times)
+
+
+def farewells(rank: Rank, old: Sequence[Endpoint], staying: Sequence[Endpoint]) -> Outgoing:
+    """A drafter that lives on without this rank shall forget what it holds for it."""
+    names = {endpoint.name for endpoint in staying}
+    out: Outgoing = []
+    for endpoint in old:
+        held = [r.request_id for r in rank.book.live.values() if r.drafter == endpoint.name]
+        if endpoint.name not in names and held:
+            out.append((endpoint, CloseDraft(rank.endpoint.name, tuple(held))))
+    return out

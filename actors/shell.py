@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from actors import tracing
@@ -24,6 +24,7 @@ from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Link, Membership, Role, open_link
 from actors.link.local import Frames
+from configs.change import PolicyOrder
 from configs.schema import TelemetryConfig
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Peers:
     ranks: tuple[Endpoint, ...] = ()
     drafters: tuple[DrafterFacts, ...] = ()  # of a rank: only those assigned to it
     allocator: Endpoint | None = None
+    order: PolicyOrder | None = None  # None: the policy of the configuration
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Description:
     integrity_problems: tuple[str, ...] = ()  # of the last check of an idle rank
     offer: str = ""  # host:port of the store of a process that waits to be put into a group
     waited_s: float = 0.0  # in a collective of its group: how long others have held it up
+    order: PolicyOrder | None = None  # the policy it was last told
 
 
 class Shell:
@@ -176,15 +179,9 @@ class Shell:
 
     def _live(self) -> None:
         try:
-            own_actor = f"{self.seat.namespace}/{self.seat.name}"
-            self.link = open_link(
-                self._link_kind,
-                self.seat.name,
-                self.role,
-                self.seat.membership,
-                self.host,
-                own_actor,
-            )
+            seat = self.seat
+            who, own_actor = (seat.name, self.role), f"{seat.namespace}/{seat.name}"
+            self.link = open_link(self._link_kind, *who, seat.membership, self.host, own_actor)
             self.enter("ready", self.prepare())
             while not self._stopping.is_set():
                 self._obey()
@@ -255,6 +252,7 @@ class Shell:
             integrity_problems=self.integrity_problems,
             offer=self.offer,
             waited_s=self.waited_s,
+            order=self.peers.order,
         )
 
     async def connect(self, peers: Peers) -> None:
@@ -263,8 +261,12 @@ class Shell:
 
     def _connect(self, peers: Peers) -> None:
         if peers.version > self.peers.version:
-            old, self.peers = self.peers, peers
-            self.meet(old, peers)
+            old = self.peers
+            # A supervisor that has just started may not have heard of the newest policy yet.
+            orders = [order for order in (old.order, peers.order) if order is not None]
+            newest = max(orders, key=lambda order: order.number, default=None)
+            self.peers = replace(peers, order=newest)
+            self.meet(old, self.peers)
 
     async def stop(self) -> None:
         """End the loop after this turn and close the link."""

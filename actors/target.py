@@ -11,7 +11,7 @@ from typing import Any
 from actors import tracing
 from actors.core.layout import StepPlan
 from actors.core.lockstep import Formation
-from actors.core.messages import CloseDraft, RankProfile
+from actors.core.messages import RankProfile
 from actors.core.own_profile import OwnProfile
 from actors.core.rank import Rank, UnexpectedMessageError
 from actors.core.rank_report import rank_stats
@@ -24,6 +24,7 @@ from actors.rank_start import (
     MeasureSteps,
     calibration_of,
     decider_of,
+    farewells,
     gamma_of,
     limits_of,
     measured_times,
@@ -32,6 +33,7 @@ from actors.rank_start import (
 )
 from actors.shell import Peers, Seat, Shell
 from actors.tracing.rank_spans import RankSpans
+from configs.change import PolicyOrder
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class TargetActor(Shell):
         self._rank: Rank
         self._spans: RankSpans
         self._spec: TargetSpec | None = None
-        self._policy = policy_of(config)
+        self._policy = policy_of(config.policy)
         self._member: GroupMember | None = None  # of a group whose ranks step together
         self._profile: OwnProfile | None = None
         self._clock = StepClock()
@@ -220,12 +222,14 @@ class TargetActor(Shell):
         rank = self._rank
         usable = [d for d in new.drafters if d.spec.gamma == rank.limits.gamma]
         for drafter in set(new.drafters) - set(usable):
-            log.error(
-                "%s offers blocks of gamma=%d, not %d: it is not used by %s",
-                *(drafter.endpoint.name, drafter.spec.gamma, rank.limits.gamma, self.seat.name),
-            )
-        self._take_leave(old, new)
-        rank.set_drafters([d.endpoint for d in usable if self._config.policy.name != "none"])
+            sizes = drafter.spec.gamma, rank.limits.gamma
+            text = "%s offers blocks of gamma=%d, not %d: it is not used by %s"
+            log.error(text, drafter.endpoint.name, *sizes, self.seat.name)
+        if new.order is not None and new.order != old.order:
+            self._adopt(new.order)
+        endpoints = [d.endpoint for d in usable if self._config.policy.name != "none"]
+        self.send_all(farewells(rank, [d.endpoint for d in old.drafters], endpoints))
+        rank.set_drafters(endpoints)
         rank.allocator = new.allocator
         drafting_changed = old.drafters != new.drafters
         if drafting_changed and usable and self._profile is not None:
@@ -233,25 +237,20 @@ class TargetActor(Shell):
         if new.allocator is not None and (drafting_changed or old.allocator != new.allocator):
             self._introduce()
 
-    def _take_leave(self, old: Peers, new: Peers) -> None:
-        """A drafter that was only borrowed lives on, and shall forget what it holds for this rank."""
-        staying = {drafter.endpoint.name for drafter in new.drafters}
-        for endpoint in (drafter.endpoint for drafter in old.drafters):
-            held = [
-                r.request_id for r in self._rank.book.live.values() if r.drafter == endpoint.name
-            ]
-            if endpoint.name not in staying and held:
-                self.link.send(endpoint, CloseDraft(self.seat.name, tuple(held)))
+    def _adopt(self, order: PolicyOrder) -> None:
+        """Between two steps, and known to nobody's drafts: the next step is decided by the new policy (C3)."""
+        self._config = self._config.model_copy(update={"policy": order.policy})
+        self._policy = policy_of(order.policy, self._policy.times)
+        self._decider.adopt(order.number, self._policy, self._policy.drafting)
+        self._rank.calibration.follow(order.policy.name)
+        log.info("%s: policy %s", self.seat.name, order.policy.name)
 
     def _introduce(self) -> None:
         """A new allocator knows nothing; it gets the curve and the last report."""
         rank = self._rank
         assert rank.allocator is not None and self._profile is not None
         self.link.send(rank.allocator, self._profile.message)
-        if rank.report is None:
-            self.send_all(rank.report_idle())
-        else:
-            self.link.send(rank.allocator, rank.report)
+        self.send_all([(rank.allocator, rank.report)] if rank.report else rank.report_idle())
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -289,6 +288,7 @@ class TargetActor(Shell):
             **rank_view(rank.counters, self._clock, self._policy.times, rank.landed),
             "step_s": step_s,
             **self._decider.cost(step_s),
+            "policy": self._policy.name,
             "is_row_invariant": self._is_row_invariant,
             "num_idle_checks": self._num_idle_checks,
             "num_idle_problems": self._num_idle_problems,

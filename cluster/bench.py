@@ -1,4 +1,4 @@
-"""`dspark bench`: `--engine-only` measures the target alone, `--ranks N` the budgets of a whole cluster."""
+"""`dspark bench`: the serving frontier; `--engine-only` measures the target alone, `--ranks N` budgets by rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from configs.load import load
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    if arguments.ranks and not arguments.engine_only:
+    if arguments.engine_only and arguments.ranks:
+        raise CommandError("--engine-only or --ranks N: measure one of them", exit_code=2)
+    if arguments.ranks:
         from cluster.rank_bench import bench_ranks  # imports Ray
 
         return bench_ranks(arguments)
-    if not arguments.engine_only or arguments.ranks:
-        raise CommandError(
-            "say what to measure: --engine-only, or --ranks 2 for budgets by rank; "
-            "`dspark demo` compares with plain decoding",
-            exit_code=2,
-        )
+    if not arguments.engine_only:
+        from cluster.frontier.command import bench_frontier
+
+        return bench_frontier(arguments)
     if min(arguments.batch) < 1:
         raise CommandError(f"--batch {min(arguments.batch)}: use at least 1", exit_code=2)
     config = load(arguments.config, arguments.set)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from cluster.commands.bench import add_options as add_bench_options
 from cluster.commands.export import add_options as add_export_options
 from cluster.commands.simulate import add_options as add_simulate_options
 from cluster.commands.training import add_generate_options, add_train_options
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure `fast` numerics too (default: when the demo starts its own cluster)",
     )
 
-    _add_bench(commands)
+    bench = _add(commands, "bench", "cluster.bench:bench", "measure tokens per second")
+    _add_config(bench)
+    add_bench_options(bench)
     _add_drafter_commands(commands)
     simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
     add_simulate_options(simulate)
@@ -78,20 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(show)
     _add(commands, "version", "cluster.commands.show:show_version", "show versions")
     return parser
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = _add(commands, "bench", "cluster.bench:bench", "measure tokens per second")
-    _add_config(bench)
-    bench.add_argument(
-        "--engine-only", action="store_true", help="the target alone, in this process"
-    )
-    bench.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
-    bench.add_argument("--ranks", type=int, default=0, help="budgets of so many uneven ranks")
-    bench.add_argument("--crowd", type=int, default=8, help="chats on one rank (default 8)")
-    bench.add_argument("--few", type=int, default=2, help="streams on each other (default 2)")
-    bench.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
-    bench.add_argument("--out", default="", metavar="DIR", help="folder for the plot")
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

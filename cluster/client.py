@@ -113,20 +113,35 @@ class EndpointClient:
         model: str,
         messages: Sequence[Mapping[str, str]],
         *,
-        speculation: bool = True,
+        speculation: bool | None = True,
         **parameters: Any,
     ) -> Generator[Chunk, None, None]:
-        """Chunks of one chat answer. Closing the iterator early cancels the request on the server."""
+        """Chunks of one chat answer. Closing the iterator early cancels the request on the server.
+
+        `speculation=None` leaves our own field out, for servers that are not ours.
+        """
+        ours = {} if speculation is None else {"dspark": {"speculation": speculation}}
+        return self._stream(
+            "/chat/completions", model, {"messages": list(messages), **ours, **parameters}
+        )
+
+    def stream_text(
+        self, model: str, prompt: str, **parameters: Any
+    ) -> Generator[Chunk, None, None]:
+        """Chunks of one text completion."""
+        return self._stream("/completions", model, {"prompt": prompt, **parameters})
+
+    def _stream(
+        self, path: str, model: str, parameters: Mapping[str, Any]
+    ) -> Generator[Chunk, None, None]:
         body = {
             "model": model,
-            "messages": list(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
-            "dspark": {"speculation": speculation},
             **{name: value for name, value in parameters.items() if value is not None},
         }
         try:
-            url = f"{self.base_url}/chat/completions"
+            url = f"{self.base_url}{path}"
             with self._http.stream("POST", url, json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
@@ -193,7 +208,7 @@ def _chunks(lines: Iterator[str]) -> Iterator[Chunk]:
         choice = event["choices"][0] if event.get("choices") else {}
         usage = event.get("usage")
         yield Chunk(
-            text=choice.get("delta", {}).get("content") or "",
+            text=(choice.get("delta") or {}).get("content") or choice.get("text") or "",
             finish_reason=choice.get("finish_reason"),
             usage=usage,
             speculation=event.get("dspark") or (usage or {}).get("dspark"),

@@ -188,7 +188,7 @@ def _start_actors(config: ClusterConfig, placement: Placement, host: str | None)
         telemetry = config.telemetry
         return Seat(name, membership, host, num_threads, NAMESPACE, rank, telemetry)
 
-    watching = (HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
+    watching = (config, HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
     _start(Supervisor, "supervisor", None, members, membership, host, NAMESPACE, *watching)
     _start(AllocatorActor, "allocator", None, seat("allocator"), config)
     for slot in placement.drafters:

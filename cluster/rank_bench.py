@@ -12,22 +12,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.core.capacity import BudgetRecord
 from cluster.client import Answer, EndpointClient, collect
-from cluster.commands.local import free_port
-from cluster.commands.signals import interruptible
+from cluster.commands.local import free_port, launched_cluster
 from cluster.console import CommandError, emit_json, note, say
 from cluster.demo_prompts import PROMPTS
 from cluster.rank_bench_report import Kill, Phase, figure, summary, text
 from configs.load import load
 from configs.schema import ClusterConfig
 
+TOKENS = 64
 POLL_S = 0.25
 KILL_POLL_S = 0.02
 CALL_TIMEOUT_S = 20.0
@@ -61,7 +60,8 @@ def bench_ranks(arguments: argparse.Namespace) -> int:
             f"--ranks {arguments.ranks}: use at least 2, or --engine-only", exit_code=2
         )
     config = load(arguments.config, _settings(arguments))
-    with _cluster(config) as cluster:
+    with launched_cluster(config) as launched:
+        cluster = _Cluster(config, launched.endpoint_url, launched.namespace)
         phases = _run(cluster, arguments)
     report = summary(phases, config.policy.name)
     if arguments.out:
@@ -110,7 +110,7 @@ def _run(cluster: _Cluster, arguments: argparse.Namespace) -> list[Phase]:
         )
         streams = loads(ranks, arguments.crowd, arguments.few, crowded)
         kill_after = phases[0].num_chunks // 3 if kills else None
-        phases.append(cluster.serve(name, streams, arguments.tokens, kill_after))
+        phases.append(cluster.serve(name, streams, arguments.tokens or TOKENS, kill_after))
     return phases
 
 
@@ -241,19 +241,3 @@ class _Cluster:
                 return True
             time.sleep(POLL_S)
         return False
-
-
-@contextmanager
-def _cluster(config: ClusterConfig) -> Iterator[_Cluster]:
-    """In this process, so that the allocator can be asked, and killed, directly."""
-    from cluster import launch as launcher  # imports Ray
-
-    with interruptible():
-        try:
-            launched = launcher.launch(config, progress=note)
-            yield _Cluster(config, launched.endpoint_url, launched.namespace)
-        except launcher.LaunchError as error:
-            raise CommandError(str(error)) from error
-        finally:
-            note("stopping the cluster")
-            launcher.shutdown()

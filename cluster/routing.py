@@ -10,6 +10,8 @@ from actors.core.messages import Endpoint, RankRoute, RoutingTable
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Role
 from actors.shell import Description, DrafterFacts, Peers, Phase
+from configs.change import PolicyOrder
+from configs.policy import PolicyConfig
 
 T = TypeVar("T")
 State = Literal["starting", "ready", "draining", "dead"]
@@ -68,7 +70,14 @@ class RouteBook:
     def __init__(self, members: Sequence[tuple[str, Role]], first_version: int) -> None:
         self.members = {name: Member(name, role) for name, role in members}
         self.version = first_version
+        self.order: PolicyOrder | None = None
         self._seen = self._snapshot()
+
+    def command(self, policy: PolicyConfig) -> PolicyOrder:
+        """Everybody shall follow this policy; whoever starts again is told of it too."""
+        self.version += 1
+        self.order = PolicyOrder(self.version, policy)
+        return self.order
 
     def hear(self, description: Description) -> None:
         """A member has answered."""
@@ -86,6 +95,10 @@ class RouteBook:
             member.reason = f"its group has kept it waiting for {description.waited_s:.0f} s"
         if description.phase == "failed":
             member.last_failure = description.detail
+        order = description.order
+        if order is not None and (self.order is None or order.number > self.order.number):
+            self.order = order  # of the supervisor before this one
+            self.version += 1
         self._notice()
 
     def miss(self, name: str, reason: str, has_ended: bool) -> None:
@@ -128,6 +141,7 @@ class RouteBook:
             ranks=tuple(m.endpoint for m in self._of("target") if m.is_usable),
             drafters=drafters,
             allocator=self._allocator(),
+            order=self.order,
         )
 
     def behind(self) -> list[Member]:

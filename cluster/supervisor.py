@@ -21,6 +21,8 @@ from actors.core.messages import RoutingTable
 from actors.link import Membership, Role
 from actors.shell import Phase
 from cluster.routing import Member, RouteBook
+from configs.change import PolicyOrder, policy_change
+from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Supervisor:
         membership: handed to whoever joins the cluster's links.
         host: address links listen on; None: each node's own.
         namespace: where the actors are named.
+        config: what the cluster was started with.
         hang_after_s: a loop that has not come round for so long stands still, and its process is ended.
         groups: names of the ranks that step together, rank 0 of each first.
         silent_after_s: a rank of a group that has not answered for so long holds up the others, and is ended.
@@ -52,6 +55,7 @@ class Supervisor:
         membership: Membership,
         host: str | None,
         namespace: str,
+        config: ClusterConfig,
         hang_after_s: float = HANG_AFTER_S,
         groups: Sequence[tuple[str, ...]] = (),
         silent_after_s: float = HANG_AFTER_S,
@@ -65,6 +69,7 @@ class Supervisor:
         self._membership = membership
         self._host = host
         self._namespace = namespace
+        self._config = config
         self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -87,9 +92,35 @@ class Supervisor:
         self._watch()
         return {
             "version": self._book.version,
+            "policy": (self._book.order or PolicyOrder(0, self._config.policy)).policy.name,
             "num_killed": self._num_killed,
             "is_settled": not self._book.behind(),
             "members": [_status(member) for member in self._book.members.values()],
+        }
+
+    async def reconfigure(self, wanted: ClusterConfig) -> dict[str, Any]:
+        """Change the verification policy of the running cluster, for every rank from its next step on.
+
+        Streams go on; what was planned under the last policy is never applied under this one. Members that do not
+        answer now, or start later, are told as soon as they can be.
+
+        Returns:
+            "number" of the order, and by name whether a member has taken it over ("told") or not yet ("late").
+
+        Raises:
+            FixedSettingError: `wanted` differs in something else than the policy, and nothing was changed.
+        """
+        self._watch()
+        await self._has_asked.wait()  # orders of an earlier supervisor are known then
+        order = self._book.command(policy_change(self._config, wanted))
+        log.info("policy %s, order %d", order.policy.name, order.number)
+        members = [member for member in self._usable if member.role != "drafter"]
+        took = await asyncio.gather(*(self._tell(member) for member in members))
+        told = {member.name: ok for member, ok in zip(members, took, strict=True)}
+        return {
+            "number": order.number,
+            "told": [name for name, ok in told.items() if ok],
+            "late": [name for name, ok in told.items() if not ok],
         }
 
     async def stats(self) -> dict[str, Any]:
@@ -211,13 +242,16 @@ class Supervisor:
         self._num_killed += 1
         ray.kill(self._handles[member.name], no_restart=False)
 
-    async def _tell(self, member: Member) -> None:
+    async def _tell(self, member: Member) -> bool:
+        """Whether it has taken over the current version."""
         try:
             await self._ask(
                 member.name, "connect", PING_TIMEOUT_S, self._book.peers_of(member.name)
             )
         except (TimeoutError, RayError) as error:
             log.warning("%s was not told of version %d: %r", member.name, self._book.version, error)
+            return False
+        return True
 
     async def _ask(self, name: str, method: str, timeout_s: float, *arguments: Any) -> Any:
         handle = self._handles.get(name)

@@ -11,13 +11,19 @@ _KEPT_BUDGETS = 16
 
 
 class BudgetShelf:
-    """Budgets received for one incarnation of a rank."""
+    """Budgets received for one incarnation of a rank, planned under the policy it follows now."""
 
     def __init__(self, rank: str, epoch: str) -> None:
         self._rank = rank
         self._epoch = epoch
         self._budgets: deque[VerifyBudget] = deque(maxlen=_KEPT_BUDGETS)
         self.num_refused = 0
+        self._policy_number = 0
+
+    def adopt(self, policy_number: int) -> None:
+        """Another policy is in force: what was planned under the last one is void, wherever it still is."""
+        self._policy_number = policy_number
+        self._budgets.clear()
 
     def offer(self, budget: VerifyBudget, step: int) -> None:
         """Keep a budget that can still apply at `step` or later. Others are refused and counted.
@@ -27,6 +33,7 @@ class BudgetShelf:
         lawful = (
             budget.rank == self._rank
             and budget.epoch == self._epoch
+            and budget.policy_number == self._policy_number
             and budget.based_on_step <= budget.for_step - _LAG_STEPS
             and budget.expires_step >= step
         )

@@ -7,68 +7,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from actors.core.budget_solver import BudgetSolver, EachAlone, RankView
 from actors.core.local_policy import PolicyName
 from actors.core.messages import LoadView, RankLoad, RankProfile, StepReport, VerifyBudget
 from actors.core.prediction import is_fallback
-from actors.core.prefix_scheduler import LAG_STEPS, Budget, lagged_budget
+from actors.core.prefix_scheduler import LAG_STEPS, Budget
 from actors.core.sps import CostCurve, CurveError, RankTimes
-
-Float32 = npt.NDArray[np.float32]
 
 _SMOOTHING = 0.9  # of the served averages behind the load view
 _KEPT_RECORDS = 4096
 # What a plan may say of itself. Any other rule is a fallback: the plan asked for could not be made.
 PLANNED = frozenset({"joint", "uniform", "none", "explore", "lagged", "low_gain", "idle"})
-
-
-@dataclass(frozen=True)
-class RankView:
-    """What a budget for one rank is decided from."""
-
-    rank: str
-    survivals: Float32  # [R, gamma], at least LAG_STEPS older than the steps the budget will steer
-    num_other_tokens: int
-    times: RankTimes
-
-
-class BudgetSolver(Protocol):
-    """From the views of all ranks and the least gain to one budget a rank."""
-
-    def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]: ...
-
-    def observe(self, report: StepReport) -> bool:
-        """Learn from a report. Whether its step time is the rank's own, not that of a group that steps together."""
-
-    def forget(self, rank: str) -> None:
-        """The rank is gone: it weighs in no plan any more."""
-
-    def prediction_error(self, rank: str) -> float | None:
-        """Mean relative error of the step times predicted for the rank's group; None: it is in none."""
-
-
-class EachAlone:
-    """Every rank by itself: right for ranks that share nothing (C6, the special case of one rank)."""
-
-    def __call__(self, views: list[RankView], min_predicted_gain: float) -> list[Budget]:
-        return [
-            lagged_budget(view.survivals, view.times, view.num_other_tokens, min_predicted_gain)
-            for view in views
-        ]
-
-    def observe(self, report: StepReport) -> bool:
-        return report.step >= 0
-
-    def forget(self, rank: str) -> None:
-        """Nothing is kept."""
-
-    def prediction_error(self, rank: str) -> float | None:
-        assert rank
-        return None
 
 
 @dataclass(frozen=True)
@@ -105,6 +55,7 @@ class Allocator:
     Attributes:
         policy: budgets are published for "lagged" and "joint"; every other policy is decided on the rank.
         budget_ttl_steps: steps after its first one in which a budget may still be used.
+        policy_number: of the policy in force, carried by its budgets; ranks under another one refuse them.
         max_report_age_s: a rank silent for longer gets no budget.
         expected_identity: refuse curves of another model, device or topology; None accepts any.
         num_by_rule, records: budgets published, by the rule behind them; and the last of them, oldest first.
@@ -113,6 +64,7 @@ class Allocator:
     policy: PolicyName = "lagged"
     budget_ttl_steps: int = 8
     min_predicted_gain: float = 0.0
+    policy_number: int = 0
     max_report_age_s: float = 10.0
     expected_identity: str | None = None
     solver: BudgetSolver = field(default_factory=EachAlone)
@@ -146,6 +98,19 @@ class Allocator:
         rank.num_fallback_steps += is_fallback(message.budget_rule)
         self._learn(rank, message, self.solver.observe(message))
         return True
+
+    def adopt(
+        self,
+        number: int,
+        policy: PolicyName,
+        budget_ttl_steps: int,
+        min_predicted_gain: float,
+        solver: BudgetSolver,
+    ) -> None:
+        """Plan by another policy from now on. Curves and reports stay: they say what was seen, not what was decided."""
+        self.policy_number, self.policy = number, policy
+        self.budget_ttl_steps, self.min_predicted_gain = budget_ttl_steps, min_predicted_gain
+        self.solver = solver
 
     def _take_curve(self, rank: _Rank, profile: RankProfile) -> None:
         try:
@@ -214,6 +179,7 @@ class Allocator:
             min_survival=budget.min_survival,
             rule=budget.rule,
             class_weights=budget.class_weights,
+            policy_number=self.policy_number,
         )
         rank.budget = published
         counts = (report.num_requests, report.budget_used, report.num_committed)

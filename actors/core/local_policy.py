@@ -25,6 +25,9 @@ class LocalPolicy:
     measured curve (`times.measured`) and every served step (`times.fold`); until then it is cold and verifies what is
     more likely accepted than not.
 
+    Args:
+        times: of the policy before this one; None: nothing is measured yet.
+
     Attributes:
         drafting: for the `VerifyDecider`; None for a policy that always drafts.
     """
@@ -35,9 +38,10 @@ class LocalPolicy:
         static_length: int = 0,
         static_threshold: float = 0.0,
         min_predicted_gain: float = 0.0,
+        times: RankTimes | None = None,
     ) -> None:
         self.name = name
-        self.times = RankTimes()
+        self.times = RankTimes() if times is None else times
         policies: dict[str, VerifyPolicy] = {
             "none": NoSpeculation(),
             "static_length": StaticLength(static_length),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.capacity import RankView
+from actors.core.budget_solver import RankView
 from actors.core.classes import ClassPrices, plan_classes
 from actors.core.cost import LockstepModel, RankStep
 from actors.core.group_times import SharedTime

@@ -98,6 +98,7 @@ class VerifyBudget:
     min_survival: float  # price lambda; with class weights it is a worth, survival times weight
     rule: str = "lagged"
     class_weights: tuple[float, ...] = ()  # of `policy.classes`; empty: not weighed
+    policy_number: int = 0  # of the policy it was planned under
 
     def __post_init__(self) -> None:
         if self.based_on_step > self.for_step - 2:

@@ -78,10 +78,14 @@ class OnlineCalibration:
         self.gamma = gamma
         self.num_alarms = 0
         self.num_rounds = 0
-        self._explore_share = explore_share or 1.0  # 0: nothing is seen beyond the budget
+        self.expect(explore_share)
         self._alarm_deviations = alarm_deviations
         self._learns = learns
         self.restart()
+
+    def expect(self, explore_share: float) -> None:
+        """From now on such a share of the rounds is verified whole whatever the budget says."""
+        self._explore_share = explore_share or 1.0  # 0: nothing is seen beyond the budget
 
     def restart(self) -> None:
         """Forget everything: another drafter has come."""

@@ -60,14 +60,21 @@ class RankCalibration:
     """
 
     def __init__(self, gamma: int, config: CalibrationConfig = OFF, policy: str = "none") -> None:
-        share = config.explore_share if config.online and policy in TRIMMING else 0.0
+        deviations, learns = config.alarm_deviations, config.online
         self.by_rule = {
-            rule: OnlineCalibration(gamma, share, config.alarm_deviations, learns=config.online)
-            for rule in RULE_NAMES
+            rule: OnlineCalibration(gamma, 1.0, deviations, learns) for rule in RULE_NAMES
         }
         self.num_explored = self.num_explored_tokens = 0
-        self._share = share
+        self._config = config
+        self.follow(policy)
         self._shifts = np.zeros((len(RULE_NAMES), gamma))
+
+    def follow(self, policy: str) -> None:
+        """Explore as the policy of this name leaves room for."""
+        explores = self._config.online and policy in TRIMMING
+        self._share = self._config.explore_share if explores else 0.0
+        for each in self.by_rule.values():
+            each.expect(self._share)
 
     @property
     def num_alarms(self) -> int:

@@ -8,7 +8,7 @@ from operator import is_
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.capacity import RankView
+from actors.core.budget_solver import RankView
 from actors.core.cost import LockstepModel, RankStep
 from actors.core.joint import JointPlan
 from actors.core.messages import StepReport

@@ -256,6 +256,15 @@ class VerifyDecider:
             bounds, ids, is_late,
         )  # fmt: skip
 
+    def adopt(self, number: int, policy: VerifyPolicy, drafting: DraftPolicy | None) -> None:
+        """Decide by another policy, from the next step on. Whoever orders that must not know the drafts (C3).
+
+        Args:
+            number: what budgets of the allocator must carry from now on.
+        """
+        self.budgets.adopt(number)
+        self.policy, self.drafting = policy, drafting
+
     def choose_drafting(self, facts: DraftFacts) -> DraftChoice:
         """Whose blocks to ask for, for the step to come. Must be called before those blocks exist (C3)."""
         if self.drafting is None:

@@ -211,12 +211,11 @@ def load_engine(
     facts = model_config(model_dir)
     _check_fit(facts, config, tap_layer_ids)
     device = torch.device(config.model.device)
-    dtype = DTYPES[config.model.dtype]
     tensors = Checkpoint(model_dir)
     model = TargetModel(
         facts,
         tensors,
-        dtype,
+        DTYPES[config.model.dtype],
         device,
         config.model.numerics,
         config.model.max_model_len,
@@ -224,8 +223,7 @@ def load_engine(
     )
     if group is not None and facts.moe is not None:
         Rebalancer(model, tensors, config.target.rebalance_steps, config.target.redundant_experts)
-    block_size = config.target.block_size
-    num_blocks = config.target.kv_cache_tokens // block_size
+    num_blocks = config.target.kv_cache_tokens // config.target.block_size
     spec = TargetSpec(
         name=config.model.name,
         architecture=facts.architecture,
@@ -239,11 +237,11 @@ def load_engine(
         device=config.model.device,
         numerics=config.model.numerics,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=config.target.block_size,
         identity=identity(model_dir, config),
     )
     log.info("%s", dispatch.describe(device.type))
-    store = new_store(model, num_blocks, block_size)
+    store = new_store(model, num_blocks, spec.block_size)
     grammars = GrammarDesk(
         tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
     )

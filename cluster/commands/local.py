@@ -1,4 +1,4 @@
-"""A cluster of our own for the length of one command, as a child process with its own state file and port."""
+"""A cluster of our own for the length of one command: a child process with its own state file, or of this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.commands.signals import interruptible
-from cluster.console import CommandError
+from cluster.console import CommandError, note
 from cluster.run_state import find
 from configs.load import load
+from configs.schema import ClusterConfig
+
+if TYPE_CHECKING:
+    from cluster.launch import LaunchedCluster
 
 START_TIMEOUT_S = 900.0  # the first start fetches and converts the model
 STOP_TIMEOUT_S = 90.0
@@ -45,6 +50,25 @@ def local_cluster(arguments: argparse.Namespace, *overrides: str) -> Iterator[st
                 yield _await_ready(child, state_file)
             finally:
                 _end(child)
+
+
+@contextmanager
+def launched_cluster(config: ClusterConfig) -> Iterator[LaunchedCluster]:
+    """Start a cluster from this process, so that its actors can be asked directly; it ends with the block.
+
+    Raises:
+        CommandError: it could not start.
+    """
+    from cluster import launch as launcher  # imports Ray
+
+    with interruptible():
+        try:
+            yield launcher.launch(config, progress=note)
+        except launcher.LaunchError as error:
+            raise CommandError(str(error)) from error
+        finally:
+            note("stopping the cluster")
+            launcher.shutdown()
 
 
 def _await_ready(child: subprocess.Popen[bytes], state_file: Path) -> str:

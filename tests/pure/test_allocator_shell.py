@@ -15,6 +15,8 @@ from actors.allocator import AllocatorActor, _solver
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.link import Membership, ZmqLink
 from actors.shell import Peers, Seat
+from configs.change import PolicyOrder
+from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig
 
 MEMBERSHIP = Membership.create()
@@ -102,6 +104,23 @@ def test_another_incarnation_starts_without_the_curve_of_the_last(
     link.send(allocator, report(reborn, 1))
     stats = until_counted(shell, link, num_stale_reports=1)
     assert stats["num_budgets"] == 1
+
+
+def test_budgets_end_with_the_policy_that_made_them(shell: Any, link: ZmqLink) -> None:
+    rank = link.endpoint
+    order = PolicyOrder(9, PolicyConfig(name="static_length"))
+    asyncio.run(shell.connect(Peers(version=1, ranks=(rank,), order=order)))
+    allocator = asyncio.run(shell.describe()).endpoint
+    for message in (profile(rank), report(rank, 1)):
+        link.send(allocator, message)
+    stats = until(shell, lambda stats: stats["ranks"] == ["target-0"], link)
+    assert (stats["policy"], stats["num_budgets"]) == ("static_length", 0)
+    again = PolicyOrder(10, PolicyConfig(name="lagged"))
+    asyncio.run(shell.connect(Peers(version=2, ranks=(rank,), order=again)))
+    link.send(allocator, report(rank, 2))
+    until_counted(shell, link, num_budgets=1)
+    _, records = asyncio.run(shell.budgets())
+    assert {record.budget.policy_number for record in records} == {10}
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.core.capacity import Allocator, EachAlone, RankView
+from actors.core.budget_solver import EachAlone, RankView
+from actors.core.capacity import Allocator
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.core.prefix_scheduler import Budget, search
 from actors.core.sps import CostCurve, CurveError, CurveIdentityError

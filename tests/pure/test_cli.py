@@ -132,7 +132,10 @@ def test_bench_prints_tokens_per_second_by_batch(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [([], "--engine-only"), (["--engine-only", "--batch", "0"], "at least 1")],
+    [
+        (["--engine-only", "--ranks", "2"], "one of them"),
+        (["--engine-only", "--batch", "0"], "at least 1"),
+    ],
 )
 def test_bench_refuses_what_it_cannot_measure(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from actors.core.capacity import Allocator, RankView
+from actors.core.budget_solver import RankView
+from actors.core.capacity import Allocator
 from actors.core.classes import ClassPrices
 from actors.core.lockstep_solver import MISTRUSTED, JointSolver
 from actors.core.messages import Endpoint, RankProfile, StepReport

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from actors.core.capacity import Allocator, EachAlone
+from actors.core.budget_solver import EachAlone
+from actors.core.capacity import Allocator
 from actors.core.local_policy import LocalPolicy
 from actors.core.lockstep_solver import JointSolver
 from actors.core.messages import RankProfile

@@ -312,3 +312,20 @@ def test_a_round_that_was_explored_says_so() -> None:
     assert explored and len(explored) < len(told)
     assert all(r.num_scheduled > 0 and r.cut_by in ("none", "length") for r in explored)
     assert RANK.role == "target"
+
+
+def test_exploration_follows_a_policy_that_changes_while_serving():
+    calibration = RankCalibration(GAMMA, OFTEN, "none")
+    streams = np.arange(64, dtype=np.uint64)
+    drafted = Drafted(
+        np.full((64, GAMMA), 0.5, np.float32),
+        np.full(64, RULE_GREEDY, np.int8),
+        streams,
+        np.ones(64, bool),
+    )
+    asked = np.arange(64, dtype=np.int32), np.full(64, GAMMA, np.int32), 10_000
+    assert not calibration.explore(drafted, *asked).any()
+    calibration.follow("lagged")
+    assert calibration.explore(drafted, *asked).any()
+    calibration.follow("static_length")
+    assert not calibration.explore(drafted, *asked).any()

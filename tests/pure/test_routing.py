@@ -12,6 +12,7 @@ from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Role
 from actors.shell import Description
 from cluster.routing import MISSES_UNTIL_DEAD, RouteBook, assigned
+from configs.policy import PolicyConfig
 
 MEMBERS: list[tuple[str, Role]] = [
     ("allocator", "allocator"),
@@ -199,3 +200,24 @@ def test_a_rank_that_its_group_keeps_waiting_says_so_and_changes_nothing_for_oth
 def test_a_rank_that_waits_for_its_group_is_starting(book: RouteBook) -> None:
     book.hear(describe("target-0", phase="forming", offer="h:1"))
     assert book.table().ranks[0].state == "starting"
+
+
+def test_a_policy_reaches_everybody_who_is_told_of_the_peers(book: RouteBook) -> None:
+    assert book.peers_of("target-0").order is None
+    version = book.version
+    order = book.command(PolicyConfig(name="none"))
+    assert order.number > version and {m.name for m in book.behind()} == {n for n, _ in MEMBERS}
+    assert {book.peers_of(name).order for name, _ in MEMBERS} == {order}
+    assert book.command(PolicyConfig(name="lagged")).number > order.number
+
+
+def test_a_supervisor_that_starts_again_learns_the_policy_from_whoever_has_it() -> None:
+    told = RouteBook(MEMBERS, first_version=100).command(PolicyConfig(name="none"))
+    later = RouteBook(MEMBERS, first_version=200)
+    later.hear(describe("target-1"))
+    later.hear(describe("target-0", order=told))
+    version = later.version
+    assert later.peers_of("target-1").order == told
+    older = replace(told, number=told.number - 1)
+    later.hear(describe("allocator", order=older))
+    assert later.order == told and later.version >= version

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from actors.link import Membership
 from actors.shell import Description
 from cluster.supervisor import Supervisor
+from configs.change import FixedSettingError, PolicyOrder
+from configs.load import load
+from configs.schema import ClusterConfig
 from tests.pure.test_routing import MEMBERS, describe
 
 
@@ -16,9 +21,17 @@ class Answering(Supervisor):
 
     delay_s = 0.05
     silent: frozenset[str] = frozenset()
+    deaf: frozenset[str] = frozenset()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.told: dict[str, PolicyOrder | None] = {}
 
     async def _ask(self, name: str, method: str, timeout_s: float, *arguments: Any) -> Any:
         if method == "connect":
+            if name in self.deaf:
+                raise TimeoutError
+            self.told[name] = arguments[0].order
             return None
         if name in self.silent:
             await asyncio.sleep(timeout_s)
@@ -29,7 +42,7 @@ class Answering(Supervisor):
 
 
 def supervisor() -> Answering:
-    return Answering(MEMBERS, Membership.create(), "127.0.0.1", "dspark")
+    return Answering(MEMBERS, Membership.create(), "127.0.0.1", "dspark", ClusterConfig())
 
 
 def test_a_supervisor_that_has_just_started_asks_before_it_publishes() -> None:
@@ -47,3 +60,37 @@ def test_one_silent_member_does_not_keep_the_first_table_back_for_ever() -> None
         return [route.state for route in table.ranks]
 
     assert asyncio.run(first_table()) == ["ready", "starting"]
+
+
+def wanted(*settings: str) -> ClusterConfig:
+    config = ClusterConfig().model_dump()
+    for setting in settings:
+        section, field = setting.split("=")[0].split(".")
+        config[section][field] = load(overrides=[setting]).model_dump()[section][field]
+    return ClusterConfig.model_validate(config)
+
+
+def test_a_policy_is_changed_in_the_running_cluster_and_whoever_was_deaf_is_named() -> None:
+    async def change() -> None:
+        watching = supervisor()
+        watching.deaf = frozenset({"target-1"})
+        answer = await watching.reconfigure(wanted("policy.name=none"))
+        assert answer["late"] == ["target-1"]
+        assert answer["told"] == ["allocator", "target-0"]
+        order = watching.told["target-0"]
+        assert order is not None and order.number == answer["number"]
+        assert order.policy.name == "none" and (await watching.status())["policy"] == "none"
+
+    asyncio.run(change())
+
+
+def test_what_only_a_restart_can_change_is_refused_and_nothing_changes() -> None:
+    async def change() -> str:
+        watching = supervisor()
+        with pytest.raises(FixedSettingError) as refused:
+            await watching.reconfigure(wanted("policy.name=none", "model.drafter=ngram"))
+        assert (await watching.status())["policy"] == "lagged"
+        return str(refused.value)
+
+    message = asyncio.run(change())
+    assert "model.drafter ('bundled' → 'ngram')" in message and "restart" in message

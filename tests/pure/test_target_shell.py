@@ -16,14 +16,16 @@ from actors.core.verify_decision import DraftFacts
 from actors.link import Membership
 from actors.shell import DrafterFacts, Peers, Seat
 from actors.target import TargetActor
+from configs.change import PolicyOrder
+from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig
 from tests import ray_fakes
 
 MEMBERSHIP = Membership.create()
 
 
-def drafters_used(policy: str) -> list[str]:
-    """By a rank that was told of one drafter."""
+def drafters_used(policy: Any, becomes: Any = None) -> list[str]:
+    """By a rank that was told of one drafter, and then perhaps of another policy."""
     config = ClusterConfig.model_validate(
         {
             "model": {"dtype": "float32", "max_model_len": 512},
@@ -42,6 +44,16 @@ def drafters_used(policy: str) -> list[str]:
     facts = DrafterFacts(endpoint, spec, ((1, 0.25), (16, 0.5)))
     asyncio.run(shell.connect(Peers(version=1, drafters=(facts,))))
     used = list(shell._rank.book.drafts.drafters)
+    if becomes:
+        order = PolicyOrder(4, PolicyConfig(name=becomes))
+        asyncio.run(shell.connect(Peers(version=2, drafters=(facts,), order=order)))
+        # A supervisor that knows of no order, or of an older one, takes nothing back.
+        older = PolicyOrder(3, PolicyConfig(name=policy))
+        for version, said in ((3, None), (4, older)):
+            asyncio.run(shell.connect(Peers(version=version, drafters=(facts,), order=said)))
+        assert asyncio.run(shell.describe()).order == order
+        assert asyncio.run(shell.stats())["policy"] == becomes
+        used = list(shell._rank.book.drafts.drafters)
     asyncio.run(shell.stop())
     return used
 
@@ -52,6 +64,15 @@ def test_a_rank_that_never_verifies_a_draft_asks_and_waits_for_none(
 ) -> None:
     assert drafters_used(policy) == used
     assert "is not used" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "becomes", "used"), [("lagged", "none", []), ("none", "lagged", ["drafter-0"])]
+)
+def test_a_rank_takes_leave_of_its_drafters_or_takes_them_on_with_its_policy(
+    policy: str, becomes: str, used: list[str]
+) -> None:
+    assert drafters_used(policy, becomes) == used
 
 
 def test_the_time_of_every_decision_is_counted() -> None:

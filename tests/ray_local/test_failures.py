@@ -134,7 +134,7 @@ def test_a_rank_whose_loop_stands_still_is_ended_and_starts_again(
     client.submit("hangs", [HANG, 1, 2], 10, rank=1)
     membership, host = ray.get(cluster.supervisor.join.remote(), timeout=10)
     names: list[tuple[str, Role]] = [("target-1", "target")]
-    impatient = Supervisor(names, membership, host, "dspark", hang_after_s=2.0)
+    impatient = Supervisor(names, membership, host, "dspark", cluster.config, hang_after_s=2.0)
 
     async def watch() -> dict[str, Any]:
         for _ in range(150):

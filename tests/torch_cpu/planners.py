@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.capacity import Allocator, BudgetSolver, EachAlone
+from actors.core.budget_solver import BudgetSolver, EachAlone
+from actors.core.capacity import Allocator
 from actors.core.classes import ClassPrices
 from actors.core.local_policy import LocalPolicy
 from actors.core.lockstep_solver import JointSolver
