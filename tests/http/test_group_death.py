@@ -64,7 +64,7 @@ def settings(folder: Path) -> dict[str, Any]:
         },
         "policy": {"name": "static_length", "static_length": 3},
         "drafter": {"num_cpus": 0.1, "gamma": 3},
-        "ingress": {"replay_timeout_s": BACK_WITHIN_S},
+        "ingress": {"replay_timeout_s": BACK_WITHIN_S, "proxy": "python"},
     }
 
 
