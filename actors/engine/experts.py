@@ -120,12 +120,16 @@ class MoeLayer:
     """
 
     def __init__(self, router: Router, bank: ExpertBank) -> None:
-        self.route, self.bank = router, bank
+        self.router, self.bank = router, bank
         self.trace: Callable[[Stage], object] = _ignore
 
     @property
     def num_experts(self) -> int:
-        return self.route.num_experts
+        return self.router.num_experts
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        return self.router(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         kind = x.device.type

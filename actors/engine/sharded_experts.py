@@ -90,7 +90,7 @@ class ShardedMoeLayer(MoeLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """x [own tokens or more, hidden]: rows beyond this rank's tokens of the step pad it and repeat the last one."""
         num_own = self._group.num_own
-        weights, expert_ids = (t[:num_own] for t in self._routed(x))
+        weights, expert_ids = (t[:num_own] for t in self.route(x))
         self.load += torch.bincount(expert_ids.reshape(-1), minlength=self.num_experts).to("cpu")
         out = self._exchange(x[:num_own], weights, expert_ids)
         if not 0 < num_own < len(x):
@@ -103,19 +103,19 @@ class ShardedMoeLayer(MoeLayer):
 
     def join(self, like: Tensor) -> None:
         """Serve the others' tokens in a step in which this rank has none; `like` gives dtype and device."""
-        self(like.new_empty((0, self.route.hidden_size)))
+        self(like.new_empty((0, self.router.hidden_size)))
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Router`; of no tokens nothing is computed."""
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `MoeLayer.route`; of no tokens nothing is computed."""
         if len(x):
-            return self.route(x)
-        shape = (0, self.route.top_k)
+            return super().route(x)
+        shape = (0, self.router.top_k)
         return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
 
     # --- all-gather, reduce-scatter ---------------------------------------------------------------------------------
 
     def _by_gathering(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        group, top_k = self._group, self.route.top_k
+        group, top_k = self._group, self.router.top_k
         most = group.layout.most_tokens
         size, hidden = group.size, x.shape[1]
         packed = _pack(x, weights, expert_ids, most)

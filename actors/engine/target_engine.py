@@ -240,15 +240,19 @@ def load_engine(
         block_size=config.target.block_size,
         identity=identity(model_dir, config),
     )
-    log.info("%s", dispatch.describe(device.type))
     store = new_store(model, num_blocks, spec.block_size)
     grammars = GrammarDesk(
         tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
     )
     engine = TorchTargetEngine(model, store, spec, grammars, captures=captures)
-    if group is not None and engine.paged is not None and captures:
-        log.warning("steps of a group hold collectives and are not captured: all run uncaptured")
+    _say_how_it_computes(engine)
     return engine
+
+
+def _say_how_it_computes(engine: TorchTargetEngine) -> None:
+    log.info("%s", dispatch.describe(engine.spec.device))
+    if engine.model.sharding is not None and engine.paged is not None and engine.captures:
+        log.warning("steps of a group hold collectives and are not captured: all run uncaptured")
 
 
 def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[int, ...]) -> None:

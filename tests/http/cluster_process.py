@@ -25,15 +25,14 @@ from tests import ray_fakes
 
 
 def main(port: int, more: str = "{}") -> None:
-    config = ClusterConfig.model_validate(
-        {
-            "ingress": {"port": port},
-            "model": {"dtype": "float32", "max_model_len": 2048},
-            "target": {"num_ranks": 2, "num_cpus": 0.1, "kv_cache_tokens": 32768},
-            "drafter": {"num_cpus": 0.1},
-        }
-        | json.loads(more)
-    )
+    sections: dict[str, Any] = {
+        "model": {"dtype": "float32", "max_model_len": 2048},
+        "target": {"num_ranks": 2, "num_cpus": 0.1, "kv_cache_tokens": 32768},
+        "drafter": {"num_cpus": 0.1},
+        **json.loads(more),
+    }
+    sections["ingress"] = {"port": port, **sections.get("ingress", {})}
+    config = ClusterConfig.model_validate(sections)
     is_real = Path(config.model.path).is_dir()
     parts = Parts(
         target_engine=ray_fakes.paced_target if is_real else ray_fakes.FakeTarget,

@@ -23,7 +23,7 @@ from tests.torch_cpu.tiny_tokenizers import write_tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-MODEL, BOUND_S, MAX_LEN = "tiny-moe", 4.0, 256
+MODEL, BOUND_S, MAX_LEN = "tiny-moe", 8.0, 256
 BACK_WITHIN_S = 180.0
 NUM_TOKENS = 150
 STREAMS: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ def settings(folder: Path) -> dict[str, Any]:
         },
         "policy": {"name": "static_length", "static_length": 3},
         "drafter": {"num_cpus": 0.1, "gamma": 3},
-        "ingress": {"replay_timeout_s": BACK_WITHIN_S},
+        "ingress": {"replay_timeout_s": BACK_WITHIN_S, "proxy": "python"},
     }
 
 
@@ -181,7 +181,7 @@ def check_formed_anew(
     after = members(cluster)
     ranks = ["target-0", "target-1"]
     assert not {after[name]["pid"] for name in ranks} & {before[name]["pid"] for name in ranks}
-    assert all(after[name]["num_restarts"] == before[name]["num_restarts"] + 1 for name in ranks)
+    assert all(after[name]["num_restarts"] > before[name]["num_restarts"] for name in ranks)
     now = epochs(cluster)
     assert len(now) == 1 and min(now) > max(epoch)
     other = ranks[1 - ranks.index(victim)]

@@ -139,7 +139,7 @@ def stacked(layer: MoeLayer) -> MoeLayer:
     halves = [expert._gate_up._weight.chunk(2) for expert in experts]
     gate, up = (torch.stack(part) for part in zip(*halves, strict=True))
     bank = ExpertStacks(gate, up, torch.stack([expert.down._weight for expert in experts]))
-    return MoeLayer(layer.route, bank)
+    return MoeLayer(layer.router, bank)
 
 
 BROKEN = {
