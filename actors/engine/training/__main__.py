@@ -5,6 +5,7 @@ python -m actors.engine.training generate --work W --split train
 python -m actors.engine.training train    --work W --kind dspark --gamma 7 --minutes 90
 python -m actors.engine.training export   --work W --kind dspark --out DIR
 python -m actors.engine.training evaluate --work W --drafter DIR
+python -m actors.engine.training held-out --work W --out DIR
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ import torch
 
 from actors.engine.drafters.checkpoint import load_drafter, save_drafter
 from actors.engine.drafters.config import KINDS, MARKOV_HEADS
-from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
 from actors.engine.gguf_import import ensure_smollm2
 from actors.engine.training import curves, evaluate, initialise, loop, onpolicy, prompts
+from actors.engine.training.calibrate import calibrate_drafter
 from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.evaluation import has_head
 from actors.engine.training.frozen_target import FrozenTarget
+from actors.engine.training.held_out import write_text
 from actors.engine.training.losses import WEIGHTINGS, weights_for
 from actors.engine.training.runs import (
     Paths,
-    calibrate_head,
     compute_dtype,
     dataset,
     gammas,
@@ -49,23 +51,25 @@ TAPS = (2, 10, 18, 24, 28)
 DRAFT_VOCAB_SIZE = 8192
 MASK_TOKEN_ID = 16  # <empty_output>: reserved, never part of a chat
 TRAIN_PROMPTS: dict[prompts.Domain, int] = {"code": 6000, "math": 4800, "chat": 6400}
-HELD_OUT_PROMPTS: dict[prompts.Domain, int] = {"code": 64, "math": 64, "chat": 64}
+HELD_OUT_PROMPTS: dict[prompts.Domain, int] = {"code": 64, "math": 64, "chat": 64, "prose": 64}
+SPLITS = ("train", "held_out", "held_out_t1")  # the last: held-out prompts at temperature 1
 HELD_OUT_PROMPT_LEN = 320  # HumanEval stubs are long
 
 
 def make_prompts(paths: Paths, _args: argparse.Namespace) -> dict[str, Any]:
-    """Write both prompt lists."""
+    """Write the prompt lists."""
     train = prompts.build("train", TRAIN_PROMPTS)
     held_out = prompts.build("held_out", HELD_OUT_PROMPTS)
     prompts.write(train, paths.prompts("train"))
     prompts.write(held_out, paths.prompts("held_out"))
+    prompts.write(prompts.at_temperature(held_out, 1.0), paths.prompts("held_out_t1"))
     return {"train": len(train), "held_out": len(held_out)}
 
 
 def generate(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Let the target answer the prompts of one split, with features."""
     plan = onpolicy.GenerationPlan(args.rows, worker=args.worker, num_workers=args.workers)
-    if args.split == "held_out":
+    if args.split != "train":
         plan = replace(plan, max_prompt_len=HELD_OUT_PROMPT_LEN)
     target = FrozenTarget(paths.target, tuple(args.taps), compute_dtype(), plan.max_len)
     out = onpolicy.ShardWriter(paths.shards(args.split), args.worker)
@@ -120,17 +124,21 @@ def export(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Write the drafter directory; calibrate on held-out blocks where there is a confidence head."""
     state = torch.load(paths.run / "checkpoint.pt")
     model = restore(paths, state)
-    extra = {"num_target_layers": int(read_config(paths.target)["num_hidden_layers"])}
+    tokens = dataset(paths, "train", model.config.kind, state["shards"]).num_answer_tokens
+    extra = {
+        "num_target_layers": int(read_config(paths.target)["num_hidden_layers"]),
+        "training": {"steps": state["step"], "answer_tokens": tokens},
+    }
     save_drafter(model, args.out, extra)
     curves.plot_log(paths.run / "log.jsonl", args.out / "training.png")
     shipped = load_drafter(args.out, *tables(paths.target))
     data = dataset(paths, "held_out", model.config.kind)
     sizes = gammas(model.config.block_size)
-    result, blocks = evaluate.evaluate(shipped, data, sizes, bf16=multiplies_bfloat16())
+    result, blocks = evaluate.evaluate(shipped, data, sizes)
     done = {"step": state["step"], **report(result)}
-    if isinstance(model, DSparkModel) and model.confidence_head is not None:
-        done |= calibrate_head(model, blocks, args.out)
-        save_drafter(model, args.out, extra)
+    if has_head(shipped):
+        found = calibrate_drafter(args.out, paths.target, {("greedy", 0.0): blocks})
+        done |= found["greedy"].measured()
     return done
 
 
@@ -143,6 +151,13 @@ def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
         model, data, sizes, per_domain=args.per_domain, bf16=multiplies_bfloat16()
     )
     return report(result)
+
+
+def ship(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
+    """Write the held-out answers of the work folder, ids only, to `--out`."""
+    roots = [paths.shards(split) for split in SPLITS if split != "train"]
+    written = write_text([root for root in roots if root.is_dir()], paths.target, args.out)
+    return {"answers": written}
 
 
 def shape(args: argparse.Namespace) -> initialise.Shape:
@@ -189,6 +204,7 @@ STAGES = {
     "train": train,
     "export": export,
     "evaluate": measure,
+    "held-out": ship,
 }
 
 
@@ -199,7 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--work", type=Path, required=True, help="folder of the run")
     parser.add_argument("--target", type=Path, help="target directory (default: SmolLM2-135M)")
-    parser.add_argument("--split", choices=("train", "held_out"), default="train")
+    parser.add_argument("--split", choices=SPLITS, default="train")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write")
     parser.add_argument("--rows", type=int, default=48, help="answers written at once")
     parser.add_argument("--worker", type=int, default=0)
@@ -218,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run", help="name of the run (default: the kind)")
     add_shape_options(parser)
     parser.add_argument("--per-domain", type=int, help="held-out answers of each domain")
-    parser.add_argument("--out", type=Path, help="drafter directory to write")
+    parser.add_argument("--out", type=Path, help="directory to write")
     parser.add_argument("--drafter", type=Path, help="drafter directory to measure")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

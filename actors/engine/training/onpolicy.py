@@ -44,7 +44,9 @@ class GenerationPlan:
 
 
 @dataclass
-class _Row:
+class Row:
+    """One answer while it is written: prompt and answer ids, and a log-normaliser for each answer token."""
+
     prompt: Prompt
     ids: list[int]
     prompt_len: int
@@ -79,7 +81,7 @@ class ShardWriter:
         out_dir.mkdir(parents=True, exist_ok=True)
         self._next = len(list(out_dir.glob(f"shard-{worker}-*.json")))
 
-    def add(self, row: _Row, taps: Tensor, hidden: Tensor) -> None:
+    def add(self, row: Row, taps: Tensor, hidden: Tensor) -> None:
         """Keep one record: `taps` [n, m, d] and `hidden` [n, d] of the first n = len(ids) - 1 tokens."""
         known = len(row.ids) - 1
         meta = {
@@ -138,7 +140,7 @@ class OnPolicyWriter:
         taps = len(target.tap_layer_ids)
         self.taps = torch.zeros((rows, length, taps, width), dtype=STORED)
         self.hidden = torch.zeros((rows, length, width), dtype=STORED)
-        self.rows: list[_Row | None] = [None] * rows
+        self.rows: list[Row | None] = [None] * rows
         self.cursor = torch.zeros(rows, dtype=torch.long)  # tokens whose features are known
         self.current = torch.zeros(rows, dtype=torch.long)
         self.temperature = torch.zeros(rows)
@@ -175,7 +177,7 @@ class OnPolicyWriter:
         self.hidden[index, :count] = first.hidden[0]
         self.cursor[index] = count
         self.temperature[index] = prompt.temperature
-        row = _Row(prompt, ids, count)
+        row = Row(prompt, ids, count)
         token, lse = self._sample(first.hidden[:, -1], self.temperature[index : index + 1])
         row.ids.append(int(token))
         row.lse.append(float(lse))

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from actors.engine.drafters.checkpoint import build, load_drafter
 from actors.engine.drafters.config import DrafterConfig, Kind, parse_config
-from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
-from actors.engine.training import calibrate, evaluate, initialise, onpolicy, prompts
+from actors.engine.training import evaluate, initialise, onpolicy, prompts
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.validation import HeldOut
 from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables
@@ -123,26 +122,6 @@ def held_out(paths: Paths, kind: Kind, per_domain: int) -> HeldOut | None:
         log.warning("training without held-out measurements: %s", missing)
         return None
     return HeldOut(data, per_domain, bf16=multiplies_bfloat16())
-
-
-def calibrate_head(model: DSparkModel, blocks: list[evaluate.Blocks], out: Path) -> dict[str, Any]:
-    """Shift the confidence head's bias and write temperatures to `out`; returns what was measured."""
-    # Half of the answers fit, the other half says how good the fit is; all of them fit what ships.
-    logits, labels = evaluate.pooled(blocks[::2])
-    shift = calibrate.fit_shift(logits, labels)
-    halves = calibrate.fit(logits + shift, labels)
-    logits, labels = evaluate.pooled(blocks[1::2])
-    unseen = calibrate.survival_error(logits + shift, labels, halves.temperatures)
-    logits, labels = evaluate.pooled(blocks)
-    shift = calibrate.fit_shift(logits, labels)
-    with torch.no_grad():
-        assert model.confidence_head is not None
-        model.confidence_head.proj.bias.add_(shift)
-    calibrate.fit(logits + shift, labels).write(out / "calibration.json")
-    return {
-        "confidence_shift": round(shift, 3),
-        "ece_unseen_half": [round(e, 4) for e in unseen],
-    }
 
 
 def gammas(block_size: int) -> tuple[int, ...]:

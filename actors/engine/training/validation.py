@@ -8,7 +8,8 @@ import numpy as np
 
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training.dataset import OnPolicyDataset, Record
-from actors.engine.training.evaluate import Acceptance, draft_blocks, replay
+from actors.engine.training.evaluate import Replay, draft_blocks
+from actors.engine.training.replay import Acceptance
 
 
 class HeldOut:
@@ -34,9 +35,9 @@ class HeldOut:
         tallies: dict[str, Acceptance] = {}
         hits, inside = np.zeros(gamma), np.zeros(gamma)
         for record in self.records:
-            blocks = draft_blocks(model, self.data, record, self.bf16)
-            replay(blocks, gamma, tallies.setdefault(record.domain, Acceptance()))
-            hits += blocks.hits.sum(0)
+            blocks = draft_blocks(model, self.data, record, Replay(bf16=self.bf16))
+            tallies.setdefault(record.domain, Acceptance(gamma)).add(blocks)
+            hits += blocks.accept.sum(0)
             inside += blocks.inside.sum(0)
         by_domain = {name: round(tally.length, 4) for name, tally in sorted(tallies.items())}
         return {
