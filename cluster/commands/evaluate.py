@@ -22,7 +22,12 @@ def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="one drafter more, under this name in the report; may be repeated",
     )
-    parser.add_argument("--temperature", choices=TEMPERATURES, default="both", help="default both")
+    parser.add_argument(
+        "--temperature",
+        choices=TEMPERATURES,
+        default="both",
+        help="default: both, where there is text",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--no-latency", action="store_true", help="leave out what drafts cost")
     parser.add_argument("--out", metavar="DIR", help="folder for evaluation.json and the plots")
@@ -34,7 +39,12 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", metavar="DIR", help="drafter directory (default: model.drafter)"
     )
-    parser.add_argument("--temperature", choices=TEMPERATURES, default="both", help="default both")
+    parser.add_argument(
+        "--temperature",
+        choices=TEMPERATURES,
+        default="both",
+        help="default: both, where there is text",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--out", metavar="DIR", help="folder for the reliability plots")
 
@@ -66,7 +76,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             **compare.compare(
                 scene,
                 candidates,
-                TEMPERATURES[arguments.temperature],
+                _temperatures(arguments, scene),
                 with_latency=not arguments.no_latency,
                 progress=note,
             ),
@@ -99,7 +109,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
                 f"model.drafter={config.model.drafter!r} has no weights; name one with --drafter DIR",
                 2,
             )
-        report = run(scene, folder, TEMPERATURES[arguments.temperature])
+        report = run(scene, folder, _temperatures(arguments, scene))
     except (CheckpointError, ValueError) as error:
         raise CommandError(str(error)) from error
     if arguments.out:
@@ -139,6 +149,16 @@ def _scene(arguments: argparse.Namespace) -> Any:
         return Scene.of(model, arguments.work, arguments.limit)
     except CheckpointError as error:
         raise CommandError(str(error)) from error
+
+
+def _temperatures(arguments: argparse.Namespace, scene: Any) -> tuple[float, ...]:
+    """What was asked for; of both, those there is text for."""
+    asked = TEMPERATURES[arguments.temperature]
+    there = tuple(at for at in asked if scene.has_text(at))
+    for at in asked:
+        if at not in there:
+            note(f"no held-out text at temperature {at:g}: it is left out")
+    return there if len(asked) > 1 and there else asked
 
 
 def _named(text: str) -> tuple[str, Path]:

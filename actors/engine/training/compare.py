@@ -17,7 +17,7 @@ from actors.engine.drafters.config import DrafterConfig
 from actors.engine.training import evaluation, latency
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluation import Candidate
-from actors.engine.training.held_out import TEXT, with_features
+from actors.engine.training.held_out import TEXT, read_text, with_features
 from actors.engine.training.runs import Paths, restore
 from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables, read_config
 
@@ -51,6 +51,24 @@ class Scene:
     def tables(self) -> tuple[Tensor, Tensor]:
         """Return the target's embedding and output head."""
         return embedding_tables(self.target_dir, torch.bfloat16)
+
+    def has_text(self, temperature: float) -> bool:
+        """Return whether there is held-out text of a temperature."""
+        own = self._own_text(temperature)
+        shipped = self._shipped_text()
+        return own is not None or (
+            shipped is not None and any(a.temperature == temperature for a in read_text(shipped))
+        )
+
+    def _own_text(self, temperature: float) -> Path | None:
+        """The work folder's shards of a temperature; None without any."""
+        root = None if self.work is None else self.work / SPLITS[temperature]
+        return root if root is not None and any(root.glob("shard-*.json")) else None
+
+    def _shipped_text(self) -> Path | None:
+        """The text beside the bundled drafters; None without any."""
+        folder = None if self.bundled_dir is None else self.bundled_dir / HELD_OUT
+        return folder if folder is not None and (folder / TEXT).is_file() else None
 
     def candidates(self, named: Sequence[tuple[str | None, Path]] = ()) -> list[Candidate]:
         """Return the drafters to compare: `named` ones, then runs in `work`, then bundled ones.
@@ -106,16 +124,15 @@ class Scene:
         final_norm = (
             Checkpoint(self.target_dir)["model.norm.weight"] if config.kind == "mtp" else None
         )
-        root = None if self.work is None else self.work / SPLITS[temperature]
-        if root is None or not any(root.glob("shard-*.json")):
-            if self.bundled_dir is None or not (self.bundled_dir / HELD_OUT / TEXT).is_file():
+        root = self._own_text(temperature)
+        if root is None:
+            shipped = self._shipped_text()
+            if shipped is None:
                 raise CheckpointError(
                     f"no held-out text at temperature {temperature:g} of {self.target_dir}; generate some (split "
                     f"{SPLITS[temperature]}) and name its folder with --work"
                 )
-            root = with_features(
-                self.bundled_dir / HELD_OUT, self.target_dir, taps, per_domain=self.limit
-            )
+            root = with_features(shipped, self.target_dir, taps, per_domain=self.limit)
         data = OnPolicyDataset(root, final_norm=final_norm)
         width = data.features(data.read(data.records[0])).shape[1]
         if width != config.feature_dim:
