@@ -102,12 +102,18 @@ def _domains(entries: Report, title: str, path: Path) -> Path:
         axes.bar_label(bars, fmt="%.2f", fontsize=7 if len(entries) < 5 else 6, padding=1)
     axes.set_xticks(range(len(domains)), domains)
     axes.set_ylabel("acceptance length")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.18)
+    longest = max(max([*e["by_domain"].values(), e["acceptance_length"]]) for e in entries.values())
+    axes.set_ylim(0, 1.12 * longest)
     axes.axhline(1, color="#888888", linewidth=0.8, linestyle=":")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, ncols=min(len(entries), 5), loc="upper center")
+    axes.legend(
+        fontsize=8,
+        ncols=min(len(entries), 5),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1),
+        frameon=False,
+    )
     figure.suptitle(title, fontsize=11)
     return _write(figure, path)
 
@@ -127,6 +133,7 @@ def _thresholds(entry: Report, title: str, path: Path) -> Path:
             axis.annotate(f"{100 * a / v:.0f}%", (x, v), ha="center", va="bottom", fontsize=7)
         axis.set_title(domain, fontsize=10)
         axis.set_xlabel("threshold on the calibrated confidence")
+        axis.set_xticks(at[::2])
     axes[0].set_ylabel("tokens a round (anchor, bonus included)")
     axes[0].margins(y=0.22)
     axes[-1].legend(fontsize=8, loc="upper right")
@@ -183,5 +190,6 @@ def _latency(timed: Report, model: str, path: Path) -> Path:
         axis.set_xlabel("block length γ")
         axis.set_ylabel(text)
         axis.set_ylim(bottom=0)
+        axis.set_xticks(sorted({int(g) for f in timed.values() for g in f["draft_ms_by_gamma"]}))
     axes[0].legend(fontsize=8)
     return _write(figure, path)

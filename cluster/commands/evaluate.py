@@ -155,10 +155,11 @@ def _temperatures(arguments: argparse.Namespace, scene: Any) -> tuple[float, ...
     """What was asked for; of both, those there is text for."""
     asked = TEMPERATURES[arguments.temperature]
     there = tuple(at for at in asked if scene.has_text(at))
-    for at in asked:
-        if at not in there:
-            note(f"no held-out text at temperature {at:g}: it is left out")
-    return there if len(asked) > 1 and there else asked
+    if len(asked) == 1 or not there:
+        return asked
+    for at in set(asked) - set(there):
+        note(f"no held-out text at temperature {at:g}: it is left out")
+    return there
 
 
 def _named(text: str) -> tuple[str, Path]:
