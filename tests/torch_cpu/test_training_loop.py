@@ -149,7 +149,9 @@ def test_held_out_answers_are_measured_while_training(tmp_path: Path) -> None:
     assert list(measured) == [30, 60]
     assert measured[60] == watched.measure(trainer.model)
     assert measured[60]["acceptance_length"] > before["acceptance_length"] + 0.3
-    result, _ = evaluate(trainer.model, watched.data, (GAMMA,), per_domain=2, bf16=False)
+    result, _ = evaluate(
+        trainer.model, watched.data, (GAMMA,), per_domain=2, replay=Replay(bf16=False)
+    )
     for domain, tally in result.items():
         assert measured[60]["by_domain"][domain] == pytest.approx(tally[GAMMA].length, abs=1e-4)
 

@@ -45,7 +45,6 @@ from actors.engine.training.runs import (
     warm_model,
 )
 from actors.engine.weights import CheckpointError, read_config
-from configs.machine import multiplies_bfloat16
 
 TAPS = (2, 10, 18, 24, 28)
 DRAFT_VOCAB_SIZE = 8192
@@ -147,9 +146,7 @@ def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     model = load_drafter(args.drafter, *tables(paths.target))
     data = dataset(paths, "held_out", model.config.kind)
     sizes = gammas(model.config.block_size)
-    result, _blocks = evaluate.evaluate(
-        model, data, sizes, per_domain=args.per_domain, bf16=multiplies_bfloat16()
-    )
+    result, _blocks = evaluate.evaluate(model, data, sizes, per_domain=args.per_domain)
     return report(result)
 
 

@@ -18,8 +18,8 @@ from actors.engine.training import evaluation, latency
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluation import Candidate
 from actors.engine.training.held_out import TEXT, read_text, with_features
-from actors.engine.training.runs import Paths, restore
-from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables, read_config
+from actors.engine.training.runs import Paths, restore, tables
+from actors.engine.weights import Checkpoint, CheckpointError, read_config
 
 HELD_OUT = "held_out"  # beside the bundled drafters
 SPLITS = {0.0: "held_out", 1.0: "held_out_t1"}
@@ -50,7 +50,7 @@ class Scene:
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Return the target's embedding and output head."""
-        return embedding_tables(self.target_dir, torch.bfloat16)
+        return tables(self.target_dir)
 
     def has_text(self, temperature: float) -> bool:
         """Return whether there is held-out text of a temperature."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training.dataset import OnPolicyDataset, Record
-from actors.engine.training.evaluate import Replay, draft_blocks
+from actors.engine.training.evaluate import Replay, draft_blocks, macro_domains
 from actors.engine.training.replay import Acceptance
 
 
@@ -30,7 +30,7 @@ class HeldOut:
             raise ValueError(f"{data.root} holds no answer at temperature 0 to measure on")
 
     def measure(self, model: DraftModel) -> dict[str, Any]:
-        """Return `acceptance_length` (mean over domains), `by_domain`, and `agree` [gamma] over all anchors."""
+        """Return `acceptance_length` (macro mean), `by_domain`, and `agree` [gamma] over all anchors."""
         gamma = model.config.block_size
         tallies: dict[str, Acceptance] = {}
         hits, inside = np.zeros(gamma), np.zeros(gamma)
@@ -40,8 +40,9 @@ class HeldOut:
             hits += blocks.accept.sum(0)
             inside += blocks.inside.sum(0)
         by_domain = {name: round(tally.length, 4) for name, tally in sorted(tallies.items())}
+        chosen = [by_domain[domain] for domain in macro_domains(list(by_domain))]
         return {
-            "acceptance_length": round(float(np.mean(list(by_domain.values()))), 4),
+            "acceptance_length": round(float(np.mean(chosen)), 4),
             "by_domain": by_domain,
             "agree": [round(float(h), 4) for h in hits / np.maximum(inside, 1)],
         }
