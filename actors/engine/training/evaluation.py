@@ -17,7 +17,7 @@ from actors.engine.training import calibrate
 from actors.engine.training.calibrate import NUM_BINS, rounded
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluate import Replay, acceptance, macro_domains, replayed
-from actors.engine.training.replay import Blocks, above_threshold, pooled
+from actors.engine.training.replay import Blocks, above_threshold, conditional, pooled
 
 THRESHOLDS = tuple(round(0.1 * i, 1) for i in range(10))
 RULE_AT = {0.0: "greedy", 1.0: "rejection"}
@@ -115,12 +115,6 @@ def summary(every: Sequence[Blocks]) -> dict[str, Any]:
         "reliability_calibrated": reliability(found.half.apply(logits), accepted),
         "threshold_sweep": sweep(every, found.map, chosen),
     }
-
-
-def conditional(survival: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return each position's acceptance given the ones before, from survivals [gamma]."""
-    reached = np.concatenate([[1.0], survival[:-1]])
-    return np.divide(survival, reached, out=np.zeros_like(survival), where=reached > 0)
 
 
 def sweep(

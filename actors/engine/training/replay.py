@@ -60,13 +60,11 @@ class Acceptance:
     @property
     def conditional(self) -> Float64:
         """Share of slots accepted among those reached, [gamma]: what the paper's Figure 2 shows."""
-        survival = self.survival
-        reached = np.concatenate([[1.0], survival[:-1]])
-        return np.divide(survival, reached, out=np.zeros_like(survival), where=reached > 0)
+        return conditional(self.survival)
 
     def add(self, blocks: Blocks) -> None:
         """Add the rounds of one answer."""
-        survival = np.cumprod(blocks.accept[:, : self.gamma], axis=1)
+        survival: Float64 = np.cumprod(blocks.accept[:, : self.gamma], axis=1, dtype=np.float64)
         weight = visit_probabilities(survival)
         whole = weight * blocks.inside[:, self.gamma - 1]
         self.rounds += float(weight.sum())
@@ -75,6 +73,13 @@ class Acceptance:
         self.whole_rounds += float(whole.sum())
         at_slot = whole @ survival
         self.accepted_at = at_slot if not len(self.accepted_at) else self.accepted_at + at_slot
+
+
+def conditional(survival: Float64) -> Float64:
+    """Return each position's acceptance given the ones before, from survivals [gamma]."""
+    reached = np.concatenate([[1.0], survival[:-1]])
+    share: Float64 = np.divide(survival, reached, out=np.zeros_like(survival), where=reached > 0)
+    return share
 
 
 def visit_probabilities(survival: Float64) -> Float64:
@@ -127,7 +132,8 @@ def above_threshold(
     committed, rounds, verified = 0.0, 0.0, 0.0
     for blocks, own in zip(every, confidences, strict=True):
         keep = np.logical_and.accumulate(own >= threshold, axis=1)
-        weight = visit_probabilities(np.cumprod(blocks.accept * keep, axis=1))
+        survival: Float64 = np.cumprod(blocks.accept * keep, axis=1, dtype=np.float64)
+        weight = visit_probabilities(survival)
         committed += len(keep)
         rounds += float(weight.sum())
         verified += float(weight @ (1.0 + keep.sum(axis=1)))
