@@ -121,7 +121,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
             [rule, f"{entry['num_rounds']}", *(" ".join(_percent(entry[key])) for key in _ERRORS)]
             for rule, entry in report["tables"].items()
         ]
-        header = ["rule", "rounds", "ECE % before", "after, unseen half", "noise floor"]
+        header = ["rule", "rounds", "ECE % before", "after, unseen answers", "noise floor"]
         say(f"written: {report['path']}\n{table(header, rows)}")
     return 0
 

@@ -26,21 +26,27 @@ from actors.engine.training.replay import Blocks, pooled
 
 NUM_BINS = 20  # as DeepSpec measures (spec 7.3)
 FLOOR_SEED = 1
+NUM_FOLDS = 4
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A map fitted on all answers, and what fitting on one half of them does for the other half.
+    """A map fitted on all answers, and what such maps do for answers they were not fitted on.
 
-    All errors are of the survivals of the *unseen* half, [gamma]; `floor` is what a perfect head would show there.
+    Attributes:
+        unseen: [N, gamma] confidences of every round, by a map fitted without the quarter of the answers it is in.
+        raw, calibrated: [gamma] calibration errors of the survivals, before and of `unseen`.
+        floor: [gamma] what a perfect head would show with as many labels. Labels count as independent; answers
+            differ as a whole, so less than about twice this can hardly be told from it.
     """
 
     map: ConfidenceMap
-    half: ConfidenceMap
+    logits: npt.NDArray[np.float32]  # [N, gamma]
+    unseen: npt.NDArray[np.float32]
+    accepted: npt.NDArray[np.int64]  # [N]
     raw: npt.NDArray[np.float64]
     calibrated: npt.NDArray[np.float64]
     floor: npt.NDArray[np.float64]
-    num_rounds: int
 
     def measured(self) -> dict[str, Any]:
         """Return what to write beside the map."""
@@ -48,27 +54,36 @@ class Calibrated:
             "ece_raw": rounded(self.raw),
             "ece_unseen": rounded(self.calibrated),
             "ece_floor": rounded(self.floor),
-            "num_rounds": self.num_rounds,
+            "num_rounds": len(self.accepted),
             "num_bins": NUM_BINS,
         }
 
 
 def calibrated(every: Sequence[Blocks]) -> Calibrated:
-    """Fit on every second answer, measure on the others, then fit what is to be used on all."""
-    half = fit(*pooled(every[::2])).map
-    logits, accepted = pooled(every[1::2])
-    confidences = half.apply(logits)
-    floor_rng = np.random.default_rng(FLOOR_SEED)
+    """Fit on all answers; measure on each quarter of them what a fit to the other three does for it.
+
+    Raises CalibrationError when a part has no whole rounds, ValueError for a single answer.
+    """
+    if len(every) < 2:
+        raise ValueError("calibration needs at least two answers; generate more held-out text")
+    folds = range(min(NUM_FOLDS, len(every)))
+    parts, unseen = [], []
+    for fold in folds:
+        others = [blocks for i, blocks in enumerate(every) if i % len(folds) != fold]
+        parts.append(pooled(every[fold :: len(folds)]))
+        unseen.append(fit(*pooled(others)).map.apply(parts[-1][0]))
+    logits, accepted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    confidences = np.concatenate(unseen)
+    rng = np.random.default_rng(FLOOR_SEED)
     survival = confidences.astype(np.float64).cumprod(axis=1)
-    raw = ConfidenceMap.identity(logits.shape[1]).apply(logits)
-    whole = fit(*pooled(every))
     return Calibrated(
-        whole.map,
-        half,
-        survival_error(raw, accepted, NUM_BINS),
+        fit(*pooled(every)).map,
+        logits,
+        confidences,
+        accepted,
+        survival_error(ConfidenceMap.identity(logits.shape[1]).apply(logits), accepted, NUM_BINS),
         survival_error(confidences, accepted, NUM_BINS),
-        np.array([ece_floor(column, floor_rng, NUM_BINS) for column in survival.T]),
-        whole.num_rounds,
+        np.array([ece_floor(column, rng, NUM_BINS) for column in survival.T]),
     )
 
 

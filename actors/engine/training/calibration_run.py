@@ -14,7 +14,7 @@ from actors.engine.training.calibrate import calibrate_drafter
 from actors.engine.training.compare import Scene
 from actors.engine.training.evaluate import Replay, replayed
 from actors.engine.training.evaluation import has_head, reliability
-from actors.engine.training.replay import Blocks, pooled
+from actors.engine.training.replay import Blocks
 from actors.engine.training.slot_law import Rule
 from actors.engine.weights import CheckpointError
 
@@ -44,17 +44,15 @@ def calibrate(scene: Scene, drafter_dir: Path, temperatures: Sequence[float]) ->
             by_rule[rule, temperature] = every
     found = calibrate_drafter(drafter_dir, scene.target_dir, by_rule)
     tables = {}
-    for (rule, temperature), every in by_rule.items():
-        logits, accepted = pooled(every)
-        maps = {
-            "raw": ConfidenceMap.identity(logits.shape[1]),
-            "calibrated": found[rule].map,
-        }
+    for rule, temperature in by_rule:
+        own = found[rule]
+        raw = ConfidenceMap.identity(own.logits.shape[1]).apply(own.logits)
         tables[rule] = {
             "temperature": temperature,
-            **found[rule].measured(),
-            "shifts": np.round(found[rule].map.shifts, 3).tolist(),
-            "temperatures": np.round(found[rule].map.temperatures, 3).tolist(),
-            **{f"reliability_{n}": reliability(m.apply(logits), accepted) for n, m in maps.items()},
+            **own.measured(),
+            "shifts": np.round(own.map.shifts, 3).tolist(),
+            "temperatures": np.round(own.map.temperatures, 3).tolist(),
+            "reliability_raw": reliability(raw, own.accepted),
+            "reliability_calibrated": reliability(own.unseen, own.accepted),
         }
     return {"path": str(drafter_dir / CALIBRATION_FILE), "tables": tables}

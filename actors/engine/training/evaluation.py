@@ -17,7 +17,7 @@ from actors.engine.training import calibrate
 from actors.engine.training.calibrate import NUM_BINS, rounded
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluate import Replay, acceptance, macro_domains, replayed
-from actors.engine.training.replay import Blocks, above_threshold, conditional, pooled
+from actors.engine.training.replay import Blocks, above_threshold, conditional
 
 THRESHOLDS = tuple(round(0.1 * i, 1) for i in range(10))
 RULE_AT = {0.0: "greedy", 1.0: "rejection"}
@@ -94,9 +94,8 @@ def summary(every: Sequence[Blocks]) -> dict[str, Any]:
     chosen = macro_domains(sorted(tallies))
     survival = np.mean([tallies[d].survival for d in chosen], axis=0)
     found = calibrate.calibrated(every)
-    logits, accepted = pooled(every)
-    raw = ConfidenceMap.identity(gamma).apply(logits)
-    after = found.map.apply(logits)
+    accepted, after = found.accepted, found.unseen
+    raw = ConfidenceMap.identity(gamma).apply(found.logits)
     return {
         "acceptance_length": round(float(np.mean([tallies[d].length for d in chosen])), 4),
         "macro_over": chosen,
@@ -112,7 +111,7 @@ def summary(every: Sequence[Blocks]) -> dict[str, Any]:
         "discrimination_raw": calibrate.discrimination(raw, accepted),
         "discrimination_calibrated": calibrate.discrimination(after, accepted),
         "reliability_raw": reliability(raw, accepted),
-        "reliability_calibrated": reliability(found.half.apply(logits), accepted),
+        "reliability_calibrated": reliability(after, accepted),
         "threshold_sweep": sweep(every, found.map, chosen),
     }
 
