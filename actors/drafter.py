@@ -177,6 +177,7 @@ class DrafterActor(Shell):
             "num_failed": self._num_failed,
             "num_expired": self._num_expired,
             "num_unexpected": self._num_unexpected,
+            "num_refused_calibrations": self._engine.spec.num_refused_calibrations,
             "draft_time_s": self._draft_time_s,
             "open_requests": len(self._engine.open_requests()),
             "link": asdict(self.link.counters),

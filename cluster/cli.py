@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from cluster.commands.bench import add_options as add_bench_options
+from cluster.commands.evaluate import add_calibrate_options, add_evaluate_options
 from cluster.commands.export import add_options as add_export_options
 from cluster.commands.simulate import add_options as add_simulate_options
 from cluster.commands.training import add_generate_options, add_train_options
@@ -123,6 +124,22 @@ def _add_drafter_commands(commands: argparse._SubParsersAction[argparse.Argument
     export = _add(commands, "export", "cluster.commands.export:export", "write a drafter elsewhere")
     _add_config(export)
     add_export_options(export)
+    evaluate = _add(
+        commands,
+        "evaluate",
+        "cluster.commands.evaluate:evaluate",
+        "measure drafters on held-out text",
+    )
+    _add_config(evaluate)
+    add_evaluate_options(evaluate)
+    calibrate = _add(
+        commands,
+        "calibrate",
+        "cluster.commands.evaluate:calibrate",
+        "make a drafter's confidences true",
+    )
+    _add_config(calibrate)
+    add_calibrate_options(calibrate)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

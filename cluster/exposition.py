@@ -72,6 +72,11 @@ DRAFTER_COUNTERS = (
     ("dspark:drafter_seconds", "Time spent drafting.", "draft_time_s"),
     ("dspark:drafter_failures", "Batches that failed.", "num_failed"),
     ("dspark:drafter_expired_contexts", "Contexts nobody asked for any more.", "num_expired"),
+    (
+        "dspark:drafter_refused_calibrations",
+        "Calibrations not used: made for another target or drafter.",
+        "num_refused_calibrations",
+    ),
 )
 ALLOCATOR_COUNTERS = (
     ("dspark:fallback_budgets", "Budgets for which no plan could be made.", "num_fallbacks"),

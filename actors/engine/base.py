@@ -45,6 +45,9 @@ class DrafterSpec:
     feature_dim: int
     tap_layer_ids: tuple[int, ...]
     identity: str
+    num_refused_calibrations: int = (
+        0  # 1: there is one, for another target or drafter; it is not used
+    )
 
 
 class TargetEngine(Protocol):

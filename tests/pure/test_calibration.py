@@ -1,11 +1,20 @@
-"""Sequential temperature scaling: recovers known temperatures, keeps order, lowers the calibration error."""
+"""Sequential temperature scaling with a shift: recovers known maps, keeps order, lowers the calibration error."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from actors.core.calibration import CalibrationError, Temperatures, ece, fit
+from actors.core.calibration import (
+    CalibrationError,
+    ConfidenceMap,
+    area_under_curve,
+    brier,
+    ece,
+    ece_floor,
+    fit,
+    survival_error,
+)
 
 
 def rounds(
@@ -19,29 +28,47 @@ def rounds(
 
 
 def test_known_temperatures_are_recovered_from_left_to_right() -> None:
-    logits, accepted = rounds([2.5, 1.6, 1.0], 60_000)
+    logits, accepted = rounds([2.5, 1.6, 1.0], 30_000)
     found = fit(logits, accepted)
-    np.testing.assert_allclose(found.temperatures.values, [2.5, 1.6, 1.0], rtol=0.2)
+    np.testing.assert_allclose(found.map.temperatures, [2.5, 1.6, 1.0], rtol=0.13)
+    np.testing.assert_allclose(found.map.shifts, 0.0, atol=0.15)
     assert (found.ece_after < 0.012).all()
     assert (found.ece_after[:2] < 0.5 * found.ece_before[:2]).all()
 
 
-def test_fitting_never_makes_the_first_position_worse() -> None:
-    for seed in range(5):
-        logits, accepted = rounds([1.0, 1.0], 500, seed)
-        found = fit(logits, accepted)
-        assert found.ece_after[0] <= found.ece_before[0]
+def test_a_head_that_is_too_sure_is_shifted_back() -> None:
+    """Temperatures cannot move a mean: without the shift the error of the first position stays near 0.15."""
+    logits, accepted = rounds([1.0, 1.0], 20_000)
+    found = fit(logits + 0.8, accepted)
+    np.testing.assert_allclose(found.map.shifts, -0.8, atol=0.12)
+    assert found.ece_before[0] > 0.05
+    assert (found.ece_after < 0.012).all()
+
+
+def test_the_mean_survival_is_right_at_every_position() -> None:
+    logits, accepted = rounds([0.7, 3.0, 1.0], 3_000, seed=3)
+    survival = fit(logits - 1.0, accepted).map.apply(logits - 1.0).astype(np.float64).cumprod(1)
+    happened = (accepted[:, None] > np.arange(3)).mean(0)
+    np.testing.assert_allclose(survival.mean(0), happened, atol=1e-4)
+
+
+@pytest.mark.parametrize("num", [0, 40])
+def test_a_position_that_never_or_always_survives_is_fitted_too(num: int) -> None:
+    logits = np.random.default_rng(0).normal(size=(40, 2))
+    found = fit(logits, np.full(40, 2 if num else 0))
+    survival = found.map.apply(logits).cumprod(1)
+    np.testing.assert_allclose(survival, num / 40, atol=1e-3)
 
 
 def test_scaling_keeps_the_order_at_each_position() -> None:
     logits = np.sort(np.random.default_rng(1).normal(0, 3, (200, 2)), axis=0)
-    scaled = Temperatures(np.array([0.3, 4.0])).apply(logits)
+    scaled = ConfidenceMap(np.array([1.0, -2.0]), np.array([0.3, 4.0])).apply(logits)
     assert (np.diff(scaled, axis=0) >= 0).all()
     assert scaled.dtype == np.float32
 
 
 def test_identity_temperatures_are_a_sigmoid_at_any_size_of_logit() -> None:
-    out = Temperatures.identity(3).apply(np.array([[0.0, -800.0, 800.0]]))
+    out = ConfidenceMap.identity(3).apply(np.array([[0.0, -800.0, 800.0]]))
     assert out.tolist() == [[0.5, 0.0, 1.0]]
 
 
@@ -50,7 +77,7 @@ def test_rounds_that_were_rejected_earlier_count_at_later_positions() -> None:
     logits = np.full((400, 2), 30.0)
     logits[:, 0] = 0.0
     accepted = np.array([0, 2] * 200)
-    assert fit(logits, accepted).ece_after[1] == pytest.approx(0.0, abs=1e-6)
+    assert fit(logits, accepted).ece_after[1] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_ece_is_the_weighted_gap_between_prediction_and_outcome() -> None:
@@ -79,9 +106,41 @@ def test_data_that_cannot_be_fitted_is_refused(
 @pytest.mark.parametrize("values", [[], [0.0, 1.0], [np.inf], [[1.0]]])
 def test_unusable_temperatures_are_refused(values: list[float]) -> None:
     with pytest.raises(CalibrationError, match="temperatures"):
-        Temperatures(np.array(values))
+        ConfidenceMap(np.zeros(np.shape(values)), np.array(values))
+
+
+@pytest.mark.parametrize("values", [[0.0], [np.nan, 0.0]])
+def test_unusable_shifts_are_refused(values: list[float]) -> None:
+    with pytest.raises(CalibrationError, match="shifts"):
+        ConfidenceMap(np.array(values), np.ones(2))
 
 
 def test_temperatures_of_another_block_length_are_refused() -> None:
     with pytest.raises(CalibrationError, match="another block length"):
-        Temperatures.identity(5).apply(np.zeros((2, 4)))
+        ConfidenceMap.identity(5).apply(np.zeros((2, 4)))
+
+
+def test_the_floor_is_the_error_of_a_perfect_head_with_so_many_labels() -> None:
+    rng = np.random.default_rng(0)
+    predicted = rng.random(2_000)
+    floors = [ece_floor(predicted[:n], np.random.default_rng(1), 20) for n in (200, 2_000)]
+    assert 2.5 < floors[0] / floors[1] < 4  # as one over the square root of the number
+    seen = ece(predicted, rng.random(2_000) < predicted, 20)
+    assert seen == pytest.approx(floors[1], rel=0.5)
+
+
+def test_area_under_the_curve_counts_pairs_in_the_right_order_and_ties_half() -> None:
+    predicted = np.array([0.9, 0.4, 0.4, 0.1])
+    happened = np.array([True, True, False, False])
+    assert area_under_curve(predicted, happened) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
+    assert np.isnan(area_under_curve(predicted, np.zeros(4, bool)))
+
+
+def test_brier_is_the_mean_squared_distance() -> None:
+    assert brier(np.array([1.0, 0.5]), np.array([False, True])) == pytest.approx(0.625)
+
+
+def test_the_survival_is_judged_not_the_single_confidence() -> None:
+    confidences = np.full((100, 2), 0.5)
+    accepted = np.array([0, 0, 1, 2] * 25)
+    np.testing.assert_allclose(survival_error(confidences, accepted), 0.0, atol=1e-9)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from actors.core.messages import CommitBatch, ProposalBatch
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.config import DSparkConfig
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.engine import DSparkEngine
@@ -148,4 +149,4 @@ def real_drafter(gamma: int) -> DSparkEngine:
     """An engine whose blocks are mostly wrong and whose messages are right."""
     model = real_drafter_model(gamma)
     options = DrafterOptions(DRAFTER.name, dtype=torch.float32, draft_top_k=8)
-    return DSparkEngine(model, torch.ones(gamma), options, "test")
+    return DSparkEngine(model, ConfidenceTables.identity(gamma), options, "test")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from actors.core.local_policy import LocalPolicy
 from actors.core.sampling import SamplingParams
 from actors.engine.base import DrafterEngine
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.engine import DSparkEngine
 from actors.engine.drafters.mtp import MtpModel
@@ -82,7 +83,7 @@ def dspark_copy(weights: dict[str, Tensor]) -> DrafterEngine:
     model.norm.weight.zero_()
     model.confidence_head.proj.weight.zero_()
     model.confidence_head.proj.bias.fill_(9.0)
-    return DSparkEngine(model, torch.ones(5), options(5), "copy")
+    return DSparkEngine(model, ConfidenceTables.identity(5), options(5), "copy")
 
 
 def mtp_copy(weights: dict[str, Tensor]) -> DrafterEngine:

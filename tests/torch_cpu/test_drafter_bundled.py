@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from actors.engine import gguf_import
 from actors.engine.drafters.checkpoint import load_drafter
 from actors.engine.drafters.protocol import DrafterOptions
-from actors.engine.drafters.serve import load_engine, read_temperatures
+from actors.engine.drafters.serve import load_engine
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluate import evaluate, macro
 from actors.engine.training.frozen_target import FrozenTarget
@@ -50,7 +51,9 @@ def test_it_serves_beside_its_target() -> None:
     engine = load_engine(DRAFTER, gguf_import.ensure_smollm2(), DrafterOptions("bundled", gamma=5))
     assert engine.spec.gamma == 5
     assert engine.spec.feature_dim == len(engine.spec.tap_layer_ids) * 576
-    assert len(read_temperatures(DRAFTER, 5).unique()) > 1  # calibrated
+    assert engine.spec.num_refused_calibrations == 0
+    rules = {t["rule"] for t in json.loads((DRAFTER / "calibration.json").read_text())["tables"]}
+    assert "greedy" in rules
 
 
 def test_greedy_text_is_accepted(tmp_path: Path) -> None:
@@ -72,5 +75,5 @@ def test_greedy_text_is_accepted(tmp_path: Path) -> None:
     assert macro(result, 5) >= 1.6
     # A confident block is kept longer than a doubtful one.
     logits = np.concatenate([b.confidence_logits[:, 0] for b in blocks])
-    hits = np.concatenate([b.hits[:, 0] for b in blocks])
+    hits = np.concatenate([b.prefix[:, 0] for b in blocks])
     assert logits[hits].mean() > logits[~hits].mean()

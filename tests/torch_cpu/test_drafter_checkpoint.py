@@ -14,7 +14,6 @@ from torch import Tensor
 from actors.engine.drafters.checkpoint import load_drafter, save_drafter
 from actors.engine.drafters.config import DSparkConfig, parse_config
 from actors.engine.drafters.dspark import DSparkModel
-from actors.engine.drafters.serve import read_temperatures
 from actors.engine.weights import CheckpointError
 
 DEEPSPEC: dict[str, Any] = {
@@ -175,11 +174,3 @@ def test_a_drafter_for_another_target_is_refused(tmp_path: Path) -> None:
     table = torch.zeros(96, 64)
     with pytest.raises(CheckpointError, match="embedding is"):
         load_drafter(tmp_path, table, table)
-
-
-def test_temperatures_are_checked(tmp_path: Path) -> None:
-    assert read_temperatures(tmp_path, 3).tolist() == [1, 1, 1]
-    (tmp_path / "calibration.json").write_text('{"temperatures": [1.5, 0.5]}')
-    assert read_temperatures(tmp_path, 2).tolist() == [1.5, 0.5]
-    with pytest.raises(CheckpointError, match="3 positive numbers"):
-        read_temperatures(tmp_path, 3)

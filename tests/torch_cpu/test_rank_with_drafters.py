@@ -14,6 +14,7 @@ import torch
 from actors.core.local_policy import LocalPolicy
 from actors.core.sampling import SamplingParams
 from actors.engine.base import DrafterEngine
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.config import DrafterConfig
 from actors.engine.drafters.ngram import NgramEngine
 from actors.engine.drafters.protocol import DrafterOptions
@@ -40,7 +41,9 @@ def drafter(name: str, gamma: int, draft_top_k: int = 8, **changes: Any) -> Draf
         return NgramEngine(DRAFTER.name, gamma, draft_top_k)
     config: DrafterConfig = every_config(block_size=gamma, **changes)[name]
     options = DrafterOptions(DRAFTER.name, dtype=torch.float32, draft_top_k=draft_top_k)
-    return engine_for(random_model(config), torch.ones(config.block_size), options, "test")
+    return engine_for(
+        random_model(config), ConfidenceTables.identity(config.block_size), options, "test"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from actors.engine.drafters.config import KINDS, Kind
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training.__main__ import main
 from actors.engine.training.dataset import Drawn, OnPolicyDataset
-from actors.engine.training.evaluate import Acceptance, draft_blocks, pooled, replay
+from actors.engine.training.evaluate import Replay, acceptance, draft_blocks
 from actors.engine.training.loop import Trainer, TrainingOptions
 from actors.engine.training.losses import LossWeights, weights_for
 from actors.engine.weights import CheckpointError
@@ -111,17 +111,15 @@ def test_mtp_reads_the_direction_of_the_last_layers_output(tmp_path: Path) -> No
 def test_held_out_blocks_are_drafted_and_replayed(tmp_path: Path, name: str) -> None:
     data = dataset(shards(tmp_path / "s"), name)
     own = model(name).requires_grad_(False)
-    blocks = draft_blocks(own, data, data.records[3], bf16=False)
-    gamma = own.config.block_size
-    assert blocks.hits.shape == (data.records[3].num_anchors, gamma)
-    tally = Acceptance()
-    replay(blocks, gamma, tally)
-    assert tally.committed == data.records[3].num_anchors
-    if name in ("vanilla", "gated", "rnn"):
-        assert pooled([blocks])[0].shape[1] == gamma
-    else:
-        with pytest.raises(ValueError, match="no confidence head"):
-            pooled([blocks])
+    gamma, record = own.config.block_size, data.records[3]
+    head = torch.randn(VOCAB, WIDTH)
+    for rule in ("greedy", "rejection", "coupled"):
+        blocks = draft_blocks(own, data, record, Replay(rule, head, 8, bf16=False))  # type: ignore[arg-type]
+        assert blocks.accept.shape == blocks.confidence_logits.shape == (record.num_anchors, gamma)
+        assert np.isfinite(blocks.confidence_logits).all()
+        tally = acceptance([blocks], gamma)[record.domain]
+        assert tally.committed == record.num_anchors
+        assert tally.rounds >= record.num_anchors / (gamma + 1)
 
 
 def test_losses_are_the_documented_ones() -> None:

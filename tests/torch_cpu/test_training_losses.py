@@ -1,11 +1,11 @@
-"""The fused loss against autograd, and calibration against what it promises."""
+"""The fused loss against autograd."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from actors.engine.training import calibrate, losses
+from actors.engine.training import losses
 from actors.engine.training.losses import Labels, LossWeights, block_loss, confidence_loss
 
 M, D, R, V, OUTSIDE = 11, 16, 4, 50, 30
@@ -76,38 +76,3 @@ def test_confidence_learns_the_analytic_acceptance() -> None:
         )
         logits = (logits - 10 * grad).detach().requires_grad_()
     torch.testing.assert_close(logits.sigmoid().detach(), accept, atol=1e-3, rtol=0)
-
-
-def test_temperature_scaling_undoes_overconfidence() -> None:
-    generator = torch.Generator().manual_seed(0)
-    true = torch.randn((20_000, 3), generator=generator) * 1.5
-    hits = torch.rand(true.shape, generator=generator) < true.sigmoid()
-    fitted = calibrate.fit(true * 2.5, hits.cumprod(1).bool())
-    assert fitted.temperatures == pytest.approx([2.5] * 3, rel=0.12)
-    assert all(a < b / 2 for a, b in zip(fitted.ece_after, fitted.ece_before, strict=True))
-
-
-def test_calibration_keeps_the_order_within_a_slot() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn((500, 2), generator=generator)
-    hits = torch.rand((500, 2), generator=generator) < 0.5
-    temperatures = calibrate.fit(logits, hits.cumprod(1).bool()).temperatures
-    scaled = (logits / torch.tensor(temperatures)).sigmoid()
-    assert torch.equal(scaled.argsort(0), logits.argsort(0))
-
-
-def test_ece_of_a_perfect_and_a_wrong_forecast() -> None:
-    half = torch.full((1000,), 0.5)
-    happened = torch.arange(1000) % 2 == 0
-    assert calibrate.expected_calibration_error(half, happened) == pytest.approx(0)
-    assert calibrate.expected_calibration_error(torch.ones(1000), happened) == pytest.approx(0.5)
-
-
-def test_a_shift_corrects_a_head_that_is_too_sure() -> None:
-    generator = torch.Generator().manual_seed(2)
-    true = torch.randn((20_000, 3), generator=generator)
-    hits = torch.rand(true.shape, generator=generator) < true.sigmoid()
-    prefix = hits.cumprod(1).bool()
-    assert calibrate.fit_shift(true + 0.8, prefix) == pytest.approx(-0.8, abs=0.04)
-    errors = calibrate.survival_error(true, prefix, [1.0] * 3)
-    assert max(errors) < 0.02

@@ -15,8 +15,8 @@ from actors.engine.training.onpolicy import (
     ChatText,
     GenerationPlan,
     OnPolicyWriter,
+    Row,
     ShardWriter,
-    _Row,
 )
 from actors.engine.training.prompts import Prompt
 from tests.torch_cpu.family_checkpoints import EOS, VOCAB, WIDTH, write_checkpoint
@@ -126,7 +126,7 @@ def test_sampling_follows_the_temperature(model_dir: Path, tmp_path: Path) -> No
     hidden = torch.randn(1, WIDTH)
     wanted = (frozen.head(hidden).float() / 0.7).softmax(-1)[0]
     many = hidden.expand(20_000, WIDTH)
-    row = _Row(Prompt("p", "chat", "a", 0.7), [], 0, torch.Generator().manual_seed(1))
+    row = Row(Prompt("p", "chat", "a", 0.7), [], 0, torch.Generator().manual_seed(1))
     drawn, _lse = writer._sample(many, [row] * len(many))
     seen = torch.bincount(drawn, minlength=VOCAB) / len(many)
     torch.testing.assert_close(seen, wanted, atol=0.015, rtol=0)

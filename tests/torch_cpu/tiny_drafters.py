@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.core.messages import CommitBatch, Endpoint
 from actors.core.sampling import SamplingBatch, SamplingParams
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.checkpoint import build
 from actors.engine.drafters.config import DrafterConfig, DSparkConfig, Eagle3Config, MtpConfig
 from actors.engine.drafters.dspark import DSparkModel
@@ -115,7 +116,9 @@ def options(**changes: Any) -> DrafterOptions:
 
 
 def tiny_engine(model: DSparkModel, **changes: Any) -> DSparkEngine:
-    return DSparkEngine(model, torch.ones(model.config.block_size), options(**changes), "test")
+    return DSparkEngine(
+        model, ConfidenceTables.identity(model.config.block_size), options(**changes), "test"
+    )
 
 
 def pair_engine(model: PairModel, **changes: Any) -> PairEngine:

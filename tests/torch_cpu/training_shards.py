@@ -11,7 +11,13 @@ from safetensors.torch import save_file
 VOCAB, WIDTH, TAPS = 40, 16, 2
 
 
-def shards(root: Path, num_records: int = 6, vocab: int = VOCAB, width: int = WIDTH) -> Path:
+def shards(
+    root: Path,
+    num_records: int = 6,
+    vocab: int = VOCAB,
+    width: int = WIDTH,
+    temperature: float = 0.0,
+) -> Path:
     """Two shards of records whose text repeats a fixed cycle, so that there is something to learn."""
     rng = torch.Generator().manual_seed(0)
     root.mkdir()
@@ -26,7 +32,7 @@ def shards(root: Path, num_records: int = 6, vocab: int = VOCAB, width: int = WI
                 {
                     "record_id": f"{shard}-{i}",
                     "domain": ("code", "math")[i % 2],
-                    "temperature": 0.0,
+                    "temperature": temperature,
                     "prompt_len": prompt,
                     "length": length,
                 }

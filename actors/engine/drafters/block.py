@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.heads import draft_left_to_right
 from actors.engine.drafters.model import peak
 from actors.engine.drafters.packed_backbone import Attend, PackedBackbone
@@ -33,14 +33,14 @@ class BlockDrafter:
     Args:
         gamma: slots kept of each block.
         draft_top_k: support of the sparse q.
-        temperatures: [gamma], divide the confidence logits (paper 3.2.1).
+        tables: calibrate the confidence logits, for `gamma` slots (paper 3.2.1).
     """
 
     def __init__(
-        self, model: PackedBackbone, gamma: int, draft_top_k: int, temperatures: Tensor
+        self, model: PackedBackbone, gamma: int, draft_top_k: int, tables: ConfidenceTables
     ) -> None:
         self.model, self.gamma, self.draft_top_k = model, gamma, draft_top_k
-        self.temperatures = temperatures
+        self.tables = tables
 
     def __call__(
         self, anchor_ids: Tensor, anchors: Tensor, sampling: DraftSampling, attend: Attend
@@ -51,7 +51,7 @@ class BlockDrafter:
         base = model.head(hidden)
         block = self._sample(base, hidden, anchor_ids, anchors, sampling)
         logits = model.confidence_logits(hidden, block.markov_embeddings)
-        confidences = peak(base) if logits is None else torch.sigmoid(logits / self.temperatures)
+        confidences = peak(base) if logits is None else self.tables.confidences(logits, sampling)
         return DraftedBlock(block.draft_token_ids, confidences, block.q_ids, block.q_probs)
 
     def _sample(

@@ -6,6 +6,8 @@ measurement use it, and it is the reference for the serving engine beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +21,7 @@ from actors.engine.drafters.heads import (
     draft_left_to_right,
 )
 from actors.engine.drafters.layers import MLP, Projections, RMSNorm, strict_context_mask
-from actors.engine.drafters.model import BlockInputs, DraftModel, GreedyBlocks, peak
+from actors.engine.drafters.model import BlockInputs, DraftModel
 
 
 class Attention(Projections):
@@ -182,24 +184,16 @@ class DSparkModel(DraftModel):
         codes, w2 = self.codes(hidden, previous.flatten()[kept])
         return hidden, codes, w2
 
-    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
+    def draft(self, inputs: BlockInputs, choose: Callable[[Tensor], Tensor]) -> Tensor | None:
         """See `DraftModel`."""
         hidden = self.backbone(inputs.features, inputs.anchors, inputs.anchor_ids)
         base = self.base_logits(hidden)
         if self.markov_head is None:
-            ids = self.draft_ids[base.argmax(-1)]
-            return GreedyBlocks(ids, self.confidence_logits(hidden, None), peak(base))
-        drafted: list[Tensor] = []
-        peaks: list[Tensor] = []
-
-        def choose(logits: Tensor) -> Tensor:
-            drafted.append(self.draft_ids[logits.argmax(-1)])
-            peaks.append(peak(logits))
-            return drafted[-1]
-
+            for logits in base.unbind(-2):
+                choose(logits)
+            return self.confidence_logits(hidden, None)
         rows = draft_left_to_right(self.markov_head, base, hidden, inputs.anchor_ids, choose)
-        ids, certain = torch.stack(drafted, -1), torch.stack(peaks, -1)
-        return GreedyBlocks(ids, self.confidence_logits(hidden, rows), certain)
+        return self.confidence_logits(hidden, rows)
 
     def markov_embedding(self, previous_ids: Tensor) -> Tensor | None:
         """Return W1 rows [..., r] of the tokens before each slot's prediction; None without the head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from torch import Tensor
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.core.sampling import SamplingBatch
 from actors.engine.drafters.block import BlockDrafter, DraftedBlock
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.confidence import OnlineConfidence, peak_bins
 from actors.engine.drafters.context import Append, ContextStore
 from actors.engine.drafters.context_engine import ContextEngine
@@ -36,20 +38,26 @@ class DSparkEngine(ContextEngine):
     """Implements `DrafterEngine` (actors.engine.base) for a DSpark checkpoint."""
 
     def __init__(
-        self, model: DSparkModel, temperatures: Tensor, options: DrafterOptions, identity: str
+        self,
+        model: DSparkModel,
+        tables: ConfidenceTables,
+        options: DrafterOptions,
+        identity: str,
     ) -> None:
-        """Pack `model`; `temperatures` [block_size] divide the confidence logits (spec 4.1).
+        """Pack `model`; `tables` calibrate the confidence logits of its block_size slots (spec 4.1).
 
         Raises CheckpointError when `options.gamma` is not in 1..block_size.
         """
         config = model.config
-        self.spec = drafter_spec(config, options, identity)
+        self.spec = replace(
+            drafter_spec(config, options, identity), num_refused_calibrations=tables.num_refused
+        )
         gamma = self.spec.gamma
         self.online = OnlineConfidence(gamma)
         self.device = torch.device(options.device)
         self.model = PackedBackbone(model, options.dtype, self.device)
         self.drafter = BlockDrafter(
-            self.model, gamma, options.draft_top_k, temperatures[:gamma].to(self.device)
+            self.model, gamma, options.draft_top_k, tables.fitting(gamma, self.device)
         )
         self.context = ContextStore(
             config.num_hidden_layers,

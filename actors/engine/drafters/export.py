@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.drafters import speculators
+from actors.engine.drafters.calibration import copy_tables
 from actors.engine.drafters.checkpoint import EMBED, HEAD, load_drafter, write
 from actors.engine.drafters.config import DrafterConfig, DSparkConfig
 from actors.engine.drafters.model import DraftModel
@@ -38,9 +38,7 @@ def export(drafter_dir: Path, target_dir: Path, format_: Format, out_dir: Path) 
     config, tensors = _FORMATS[format_](model, target_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     write(out_dir, config, tensors)
-    calibration = drafter_dir / "calibration.json"
-    if calibration.is_file():
-        shutil.copy(calibration, out_dir / calibration.name)
+    copy_tables(drafter_dir, out_dir)
     size = (out_dir / "model.safetensors").stat().st_size
     return {"format": format_, "kind": model.config.kind, "out": str(out_dir), "bytes": size}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +35,7 @@ class GreedyBlocks:
 class DraftModel(nn.Module):
     """Parameters carry the checkpoint's names; the target's tables are frozen buffers.
 
-    Subclasses give the three methods that raise below. The logits of a slot are always
+    Subclasses give the two methods that raise below. The logits of a slot are always
     head · hidden + W2 · code, with codes of width 0 where there is no sequential head.
     """
 
@@ -75,9 +77,26 @@ class DraftModel(nn.Module):
         codes, w2 = self.codes(hidden, previous)
         return hidden.flatten(0, 2)[kept], codes.flatten(0, 2)[kept], w2
 
-    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
-        """Draft every block at temperature 0, each token conditioned on those before it."""
+    def draft(self, inputs: BlockInputs, choose: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Draft every block slot by slot, each token conditioned on those before it.
+
+        `choose` turns a slot's corrected fp32 logits [B, N, Vd] into its target ids [B, N]. Returns fp32 confidence
+        logits [B, N, gamma]; None without a confidence head.
+        """
         raise NotImplementedError
+
+    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
+        """Draft every block at temperature 0."""
+        drafted: list[Tensor] = []
+        peaks: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            drafted.append(self.draft_ids[logits.argmax(-1)])
+            peaks.append(peak(logits))
+            return drafted[-1]
+
+        confidences = self.draft(inputs, choose)
+        return GreedyBlocks(torch.stack(drafted, -1), confidences, torch.stack(peaks, -1))
 
     def codes(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sequential head's codes [..., gamma, r] and its W2 [Vd, r]; r = 0 without one."""

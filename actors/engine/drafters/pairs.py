@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from actors.engine.drafters.config import PairConfig
 from actors.engine.drafters.layers import MLP, Projections, RMSNorm, strict_context_mask
-from actors.engine.drafters.model import BlockInputs, DraftModel, GreedyBlocks, peak
+from actors.engine.drafters.model import BlockInputs, DraftModel
 
 
 class PairContext:
@@ -144,19 +144,9 @@ class PairModel(DraftModel):
         gamma = self.config.block_size
         return self._unroll(inputs, lambda k, _hidden: previous[..., min(k + 1, gamma - 1)])
 
-    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
+    def draft(self, inputs: BlockInputs, choose: Callable[[Tensor], Tensor]) -> None:
         """See `DraftModel`."""
-        drafted: list[Tensor] = []
-        peaks: list[Tensor] = []
-
-        def choose(_slot: int, hidden: Tensor) -> Tensor:
-            logits = self.base_logits(hidden)
-            drafted.append(self.draft_ids[logits.argmax(-1)])
-            peaks.append(peak(logits))
-            return drafted[-1]
-
-        self._unroll(inputs, choose)
-        return GreedyBlocks(torch.stack(drafted, -1), None, torch.stack(peaks, -1))
+        self._unroll(inputs, lambda _slot, hidden: choose(self.base_logits(hidden)))
 
     def _unroll(self, inputs: BlockInputs, choose: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Chain every block over the pairs before its anchor. Padded anchors are 0 and count as 1."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from actors.engine.base import DrafterEngine
 from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
+from actors.engine.drafters.calibration import (
+    CALIBRATION_FILE,
+    ConfidenceTables,
+    read_tables,
+)
 from actors.engine.drafters.checkpoint import load_drafter, read_drafter_config
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.engine import DSparkEngine
@@ -23,8 +26,6 @@ from actors.engine.target_engine import DTYPES
 from actors.engine.weights import CheckpointError, embedding_tables
 from configs.recipe import read_recipe
 from configs.schema import NGRAM_DRAFTER, ClusterConfig
-
-CALIBRATION_FILE = "calibration.json"
 
 
 def find_drafter(model_path: str, drafter: str | None) -> Path | None:
@@ -85,41 +86,21 @@ def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) ->
     """
     embed, head = embedding_tables(target_dir, options.dtype)
     model = load_drafter(drafter_dir, embed, head)
-    temperatures = read_temperatures(drafter_dir, model.config.block_size)
-    return engine_for(model, temperatures, options, identity(drafter_dir, options))
+    tables = read_tables(drafter_dir, target_dir, model.config.block_size)
+    return engine_for(model, tables, options, identity(drafter_dir, options))
 
 
 def engine_for(
-    model: DraftModel, temperatures: Tensor, options: DrafterOptions, identity: str
+    model: DraftModel, tables: ConfidenceTables, options: DrafterOptions, identity: str
 ) -> DrafterEngine:
     """Return the serving engine of a loaded model.
 
-    `temperatures` [block_size] divide confidence logits; a drafter without a confidence head has no use for them.
+    `tables` calibrate the logits of a confidence head; a drafter without one has no use for them.
     """
     if isinstance(model, DSparkModel):
-        return DSparkEngine(model, temperatures, options, identity)
+        return DSparkEngine(model, tables, options, identity)
     assert isinstance(model, PairModel)
     return PairEngine(model, options, identity)
-
-
-def read_temperatures(drafter_dir: Path, block_size: int) -> Tensor:
-    """Return the confidence temperatures [block_size] of `calibration.json`; ones without the file.
-
-    Raises CheckpointError when there are fewer than the block has slots, or one is not positive.
-    """
-    path = drafter_dir / CALIBRATION_FILE
-    if not path.is_file():
-        return torch.ones(block_size)
-    values = json.loads(path.read_text(encoding="utf-8")).get("temperatures")
-    if (
-        not isinstance(values, list)
-        or len(values) != block_size
-        or not all(isinstance(v, int | float) and v > 0 for v in values)
-    ):
-        raise CheckpointError(
-            f"{path}: 'temperatures' must list {block_size} positive numbers; calibrate again"
-        )
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def identity(drafter_dir: Path, options: DrafterOptions) -> str:

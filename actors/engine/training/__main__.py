@@ -6,6 +6,7 @@ python -m actors.engine.training train    --work W --kind dspark --gamma 7 --min
 python -m actors.engine.training export   --work W --kind dspark --out DIR
 python -m actors.engine.training evaluate --work W --drafter DIR
 python -m actors.engine.training tiny-target --out DIR
+python -m actors.engine.training held-out --work W --out DIR
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from actors.engine.drafters.checkpoint import load_drafter
 from actors.engine.gguf_import import ensure_smollm2
 from actors.engine.training import evaluate, loop, onpolicy, options, stages, tiny
+from actors.engine.training.held_out import write_text
 from actors.engine.training.runs import Paths, dataset, gammas, report, tables
-from configs.machine import multiplies_bfloat16
 
 
 def make_prompts(paths: Paths, _args: argparse.Namespace) -> dict[str, Any]:
@@ -60,10 +61,15 @@ def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     model = load_drafter(args.drafter, *tables(paths.target))
     data = dataset(paths, "held_out", model.config.kind)
     sizes = gammas(model.config.block_size)
-    result, _blocks = evaluate.evaluate(
-        model, data, sizes, per_domain=args.per_domain, bf16=multiplies_bfloat16()
-    )
+    result, _blocks = evaluate.evaluate(model, data, sizes, per_domain=args.per_domain)
     return report(result)
+
+
+def ship(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
+    """Write the held-out answers of the work folder, ids only, to `--out`."""
+    roots = [paths.shards(split) for split in stages.SPLITS if split != "train"]
+    written = write_text([root for root in roots if root.is_dir()], paths.target, args.out)
+    return {"answers": written}
 
 
 STAGES = {
@@ -72,6 +78,7 @@ STAGES = {
     "train": train,
     "export": export,
     "evaluate": measure,
+    "held-out": ship,
 }
 TINY = "tiny-target"
 
@@ -84,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder of the run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--target", type=Path, help="target directory (default: SmolLM2-135M)")
-    parser.add_argument("--split", choices=("train", "held_out"), default="train")
+    parser.add_argument("--split", choices=stages.SPLITS, default="train")
     options.add_generate_options(parser)
     options.add_train_options(parser)
     parser.add_argument("--per-domain", type=int, help="held-out answers of each domain")

@@ -1,101 +1,120 @@
-"""Sequential temperature scaling of the confidence head on held-out blocks (spec 4.1)."""
+"""Calibrating a confidence head on held-out text: one table for each acceptance rule (spec 4).
+
+Labels are uncensored: whole blocks are judged, no scheduler cuts them.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-NUM_BINS = 20
-GRID = torch.logspace(-1, 1, 201, dtype=torch.float64)  # 0.1 .. 10, 1 in the middle
+from actors.core.calibration import (
+    ConfidenceMap,
+    area_under_curve,
+    brier,
+    ece_floor,
+    fit,
+    survival_error,
+)
+from actors.engine.drafters.calibration import Table, write_tables
+from actors.engine.training.replay import Blocks, pooled
+
+NUM_BINS = 20  # as DeepSpec measures (spec 7.3)
+FLOOR_SEED = 1
+NUM_FOLDS = 4
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """A temperature a slot, and the expected calibration error of the survival before and after."""
+class Calibrated:
+    """A map fitted on all answers, and what such maps do for answers they were not fitted on.
 
-    temperatures: list[float]
-    ece_before: list[float]
-    ece_after: list[float]
-    num_blocks: int
+    Attributes:
+        unseen: [N, gamma] confidences of every round, by a map fitted without the quarter of the answers it is in.
+        raw, calibrated: [gamma] calibration errors of the survivals, before and of `unseen`.
+        floor: [gamma] what a perfect head would show with as many labels. Labels count as independent; answers
+            differ as a whole, so less than about twice this can hardly be told from it.
+    """
 
-    def write(self, path: Path) -> None:
-        """Write the fields as JSON."""
-        fields = {
-            "temperatures": [round(t, 4) for t in self.temperatures],
-            "ece_before": [round(e, 4) for e in self.ece_before],
-            "ece_after": [round(e, 4) for e in self.ece_after],
-            "num_blocks": self.num_blocks,
+    map: ConfidenceMap
+    logits: npt.NDArray[np.float32]  # [N, gamma]
+    unseen: npt.NDArray[np.float32]
+    accepted: npt.NDArray[np.int64]  # [N]
+    raw: npt.NDArray[np.float64]
+    calibrated: npt.NDArray[np.float64]
+    floor: npt.NDArray[np.float64]
+
+    def measured(self) -> dict[str, Any]:
+        """Return what to write beside the map."""
+        return {
+            "ece_raw": rounded(self.raw),
+            "ece_unseen": rounded(self.calibrated),
+            "ece_floor": rounded(self.floor),
+            "num_rounds": len(self.accepted),
             "num_bins": NUM_BINS,
         }
-        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def expected_calibration_error(predicted: Tensor, happened: Tensor, bins: int = NUM_BINS) -> float:
-    """Mean gap of predicted and observed frequency over equal-width bins, weighted by their size.
+def calibrated(every: Sequence[Blocks]) -> Calibrated:
+    """Fit on all answers; measure on each quarter of them what a fit to the other three does for it.
 
-    predicted [N] in [0, 1], happened [N] bool.
+    Raises CalibrationError when a part has no whole rounds, ValueError for a single answer.
     """
-    index = (predicted * bins).long().clamp_max(bins - 1)
-    sums = torch.zeros(bins, dtype=torch.float64)
-    gap = predicted.double() - happened.double()
-    sums.index_add_(0, index, gap)
-    return float(sums.abs().sum() / len(predicted))
+    if len(every) < 2:
+        raise ValueError("calibration needs at least two answers; generate more held-out text")
+    folds = range(min(NUM_FOLDS, len(every)))
+    parts, unseen = [], []
+    for fold in folds:
+        others = [blocks for i, blocks in enumerate(every) if i % len(folds) != fold]
+        parts.append(pooled(every[fold :: len(folds)]))
+        unseen.append(fit(*pooled(others)).map.apply(parts[-1][0]))
+    logits, accepted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    confidences = np.concatenate(unseen)
+    rng = np.random.default_rng(FLOOR_SEED)
+    survival = confidences.astype(np.float64).cumprod(axis=1)
+    return Calibrated(
+        fit(*pooled(every)).map,
+        logits,
+        confidences,
+        accepted,
+        survival_error(ConfidenceMap.identity(logits.shape[1]).apply(logits), accepted, NUM_BINS),
+        survival_error(confidences, accepted, NUM_BINS),
+        np.array([ece_floor(column, rng, NUM_BINS) for column in survival.T]),
+    )
 
 
-def fit_shift(logits: Tensor, labels: Tensor) -> float:
-    """Return the constant that added to every logit [N, gamma] makes conditional acceptance right.
+def discrimination(
+    confidences: npt.NDArray[np.floating], accepted: npt.NDArray[np.int64]
+) -> dict[str, list[float]]:
+    """Return area under the curve and Brier score of the survivals, [gamma] each."""
+    survival = confidences.astype(np.float64).cumprod(axis=1)
+    labels = accepted[:, None] > np.arange(survival.shape[1])
+    slots = range(survival.shape[1])
+    return {
+        "auc": rounded([area_under_curve(survival[:, k], labels[:, k]) for k in slots]),
+        "brier": rounded([brier(survival[:, k], labels[:, k]) for k in slots]),
+    }
 
-    A head trained on text it has seen is too sure of itself everywhere; temperatures cannot move a
-    mean, so the head's own bias is corrected first: the sum of predicted probabilities over reached
-    slots must equal the number accepted. `labels` [N, gamma] are prefix acceptances.
+
+def calibrate_drafter(
+    drafter_dir: Path, target_dir: Path, by_rule: dict[tuple[str, float], Sequence[Blocks]]
+) -> dict[str, Calibrated]:
+    """Write `calibration.json` with a table for each (rule, temperature); return what was found by rule.
+
+    Raises CalibrationError when there are no whole rounds for one of them.
     """
-    reached = torch.cat((torch.ones_like(labels[:, :1]), labels[:, :-1]), 1).bool()
-    values, accepted = logits[reached].double(), labels[reached].double().sum()
-    low, high = -10.0, 10.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if float((values + middle).sigmoid().sum()) < float(accepted):
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    found, tables = {}, []
+    for (rule, temperature), every in by_rule.items():
+        found[rule] = calibrated(every)
+        tables.append((Table(rule, temperature, found[rule].map), found[rule].measured()))
+    write_tables(drafter_dir, target_dir, tables)
+    return found
 
 
-def survival_error(logits: Tensor, labels: Tensor, temperatures: list[float]) -> list[float]:
-    """Return the calibration error of the survival at each slot, [gamma]."""
-    scaled = logits.double() / torch.tensor(temperatures, dtype=torch.float64)
-    survival = scaled.sigmoid().cumprod(1)
-    slots = range(labels.shape[1])
-    return [expected_calibration_error(survival[:, k], labels[:, k]) for k in slots]
-
-
-def fit(logits: Tensor, labels: Tensor) -> Calibration:
-    """Fit one temperature a slot, left to right, keeping the survivals of earlier slots fixed.
-
-    `logits` [N, gamma] of confidence; `labels` [N, gamma] whether the whole prefix up to the slot was
-    accepted. Every block enters at every slot and none was cut short by a scheduler, so the labels
-    are those of the joint probability the product stands for.
-    """
-    before = survival_error(logits, labels, [1.0] * labels.shape[1])
-    survival = torch.ones(len(logits), dtype=torch.float64)
-    temperatures, after = [], []
-    for k in range(labels.shape[1]):
-        tried = [
-            (
-                expected_calibration_error(
-                    survival * (logits[:, k].double() / t).sigmoid(), labels[:, k]
-                ),
-                i,
-            )
-            for i, t in enumerate(GRID)
-        ]
-        error, best = min(tried)
-        temperature = float(GRID[best])
-        survival = survival * (logits[:, k].double() / temperature).sigmoid()
-        temperatures.append(temperature)
-        after.append(error)
-    return Calibration(temperatures, before, after, len(logits))
+def rounded(values: Sequence[float] | npt.NDArray[np.float64], digits: int = 4) -> list[float]:
+    """Return plain numbers for JSON."""
+    return [round(float(v), digits) for v in values]

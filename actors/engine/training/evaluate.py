@@ -1,58 +1,116 @@
-"""Held-out acceptance at temperature 0, and the data for calibrating confidences.
+"""Held-out acceptance by replay, at temperature 0 and 1, and the rounds that calibration is fitted to.
 
-Greedy speculative decoding commits exactly the target's own greedy text, so rounds can be replayed on
-recorded text: a draft token is accepted when it equals the text there.
+Blocks are drafted at every anchor of recorded answers, teacher forced up to the anchor, and judged by the law of the
+acceptance rule given the text (`slot_law`); `replay` then follows the rounds decoding would make.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from actors.engine.drafters.model import BlockInputs, DraftModel
+from actors.engine.drafters.model import BlockInputs, DraftModel, peak
 from actors.engine.training.dataset import OnPolicyDataset, Record
+from actors.engine.training.replay import Acceptance, Blocks
+from actors.engine.training.slot_law import Draws, Rule, Slot, accept_probability, draw
+from configs.machine import multiplies_bfloat16
+from kernels.reference import largest
 
-BoolArray = npt.NDArray[np.bool_]
+MACRO_DOMAINS = (
+    "code",
+    "math",
+    "chat",
+)  # what "macro" means here; other domains are reported beside it
+DRAFT_TOP_K = 64
 
 
-@dataclass
-class Blocks:
-    """Every block of one answer: one row an anchor, in order."""
+@dataclass(frozen=True)
+class Replay:
+    """By which rule drafts are judged. Above temperature 0 the text must have been sampled at temperature 1.
 
-    hits: BoolArray  # [A, gamma] the draft token equals the text; false beyond its end
-    inside: BoolArray  # [A, gamma] the slot lies within the text
-    confidence_logits: npt.NDArray[np.float32] | None  # [A, gamma]; None without a confidence head
+    Args:
+        head: [V, d] the target's output head; needed above temperature 0.
+        draft_top_k: support of the distribution that is drafted from (C2).
+        bf16: whether the drafter computes in bfloat16; None: where the CPU multiplies it.
+    """
+
+    rule: Rule = "greedy"
+    head: Tensor | None = None
+    draft_top_k: int = DRAFT_TOP_K
+    bf16: bool | None = None
 
     @property
-    def prefix(self) -> BoolArray:
-        """[A, gamma] whether all draft tokens up to here are accepted."""
-        return np.logical_and.accumulate(self.hits, axis=1)
+    def temperature(self) -> float:
+        """Of the text this can be replayed on."""
+        return 0.0 if self.rule == "greedy" else 1.0
 
 
-@dataclass
-class Acceptance:
-    """Rounds of one domain: committed tokens, bonus included, over rounds (spec 7.3)."""
+GREEDY = Replay()
 
-    committed: int = 0
-    rounds: int = 0
-    accepted_at: list[int] = field(default_factory=list)
 
-    @property
-    def length(self) -> float:
-        """Acceptance length: committed tokens a round."""
-        return self.committed / max(1, self.rounds)
+class _Judge:
+    """Chooses the draft tokens of all blocks of one answer, slot by slot, and keeps what becomes of them."""
+
+    def __init__(
+        self, draft_ids: Tensor, record: Record, parts: dict[str, Tensor], replay: Replay
+    ) -> None:
+        self._draft_ids, self._replay = draft_ids, replay
+        self._text = parts["ids"][record.prompt_len + 1 :]  # what slot 1 of anchor i should be
+        count = self._num = len(self._text)
+        self._rng = torch.Generator().manual_seed(
+            zlib.crc32(f"{record.record_id} {replay.rule}".encode())
+        )
+        self._log_p: Tensor | None = None
+        if replay.rule != "greedy":
+            if replay.head is None:
+                raise ValueError(f"rule {replay.rule}: give the target's output head")
+            rows = slice(record.prompt_len, record.prompt_len + count)
+            head = replay.head[draft_ids].float()
+            logits = parts["hidden"][rows].float() @ head.T
+            self._log_p = logits - parts["lse"][rows, None]
+        self.accept: list[Tensor] = []
+        self.prefix: list[Tensor] = []
+        self.inside: list[Tensor] = []
+        self.peaks: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the target ids [1, A] drafted from the next slot's logits [1, A, Vd]."""
+        at = torch.arange(self._num) + len(self.accept)
+        inside = at < self._num
+        at = at.clamp_max(self._num - 1)
+        width = 1 if self._replay.rule == "greedy" else self._replay.draft_top_k
+        values, index = largest(logits[0], min(width, logits.shape[-1]))
+        ids = self._draft_ids[index]
+        q = torch.softmax(values.float(), -1)
+        p = torch.zeros_like(q) if self._log_p is None else self._log_p[at[:, None], index].exp()
+        slot = Slot(q, p, (ids == self._text[at, None]) & inside[:, None])
+        reached = self.prefix[-1] if self.prefix else torch.ones(self._num, dtype=torch.bool)
+        draws = Draws.of(slot, self._rng)
+        chosen = draw(slot, self._replay.rule, reached, draws)[:, None]
+        self.accept.append(accept_probability(slot, self._replay.rule))
+        self.prefix.append(reached & slot.is_text.gather(1, chosen)[:, 0])
+        self.inside.append(inside)
+        self.peaks.append(peak(logits[0]))
+        return ids.gather(1, chosen).T
 
 
 @torch.inference_mode()
-def draft_blocks(model: DraftModel, data: OnPolicyDataset, record: Record, bf16: bool) -> Blocks:
-    """Draft greedily at every anchor of `record`, each token conditioned on those before it."""
+def draft_blocks(
+    model: DraftModel, data: OnPolicyDataset, record: Record, replay: Replay = GREEDY
+) -> Blocks:
+    """Draft at every anchor of `record` and judge each slot.
+
+    A drafter without a confidence head gets the logit of how peaked each slot's distribution is.
+    """
     parts = data.read(record)
-    ids, gamma = parts["ids"], model.config.block_size
+    ids = parts["ids"]
+    bf16 = multiplies_bfloat16() if replay.bf16 is None else replay.bf16
     anchors = torch.arange(record.prompt_len, record.length - 1)
     features = data.features(parts)[: record.length - 2]
     inputs = BlockInputs(
@@ -61,37 +119,46 @@ def draft_blocks(model: DraftModel, data: OnPolicyDataset, record: Record, bf16:
         anchors[None],
         ids[anchors][None],
     )
+    judge = _Judge(model.draft_ids, record, parts, replay)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        drafted = model.draft_greedy(inputs)
-    text = anchors[:, None] + 1 + torch.arange(gamma)
-    inside = text < len(ids)
-    hits = (drafted.token_ids[0] == ids[text.clamp_max(len(ids) - 1)]) & inside
-    logits = drafted.confidence_logits
-    confidences = None if logits is None else logits[0].float().numpy()
-    return Blocks(hits.numpy(), inside.numpy(), confidences)
+        logits = model.draft(inputs, judge)
+    if logits is None:
+        logits = torch.logit(torch.stack(judge.peaks, -1), eps=1e-6)[None]
+    return Blocks(
+        torch.stack(judge.accept, -1).numpy(),
+        torch.stack(judge.prefix, -1).numpy(),
+        torch.stack(judge.inside, -1).numpy(),
+        logits[0].float().numpy(),
+        record.domain,
+    )
 
 
-def rounds(blocks: Blocks, gamma: int) -> list[int]:
-    """Return the anchors (rows of `blocks`) greedy decoding with `gamma` draft tokens visits."""
-    lengths = blocks.prefix[:, :gamma].sum(1)
-    visited, at = [], 0
-    while at < len(lengths):
-        visited.append(at)
-        at += int(lengths[at]) + 1
-    return visited
+def replayed(
+    model: DraftModel,
+    data: OnPolicyDataset,
+    replay: Replay = GREEDY,
+    *,
+    per_domain: int | None = None,
+) -> list[Blocks]:
+    """Return the blocks of the answers of `data` that `replay` can judge, at most `per_domain` of each domain."""
+    taken: dict[str, int] = {}
+    records = []
+    for record in data.records:
+        fits = record.num_anchors >= 1 and record.temperature == replay.temperature
+        if not fits or taken.get(record.domain, 0) == per_domain:
+            continue
+        taken[record.domain] = taken.get(record.domain, 0) + 1
+        records.append(record)
+    bar = tqdm(records, desc=f"held-out blocks, {replay.rule}", unit="answer")
+    return [draft_blocks(model, data, record, replay) for record in bar]
 
 
-def replay(blocks: Blocks, gamma: int, into: Acceptance) -> None:
-    """Add the rounds greedy decoding with `gamma` draft tokens would make over this answer."""
-    prefix = blocks.prefix[:, :gamma]
-    visited = rounds(blocks, gamma)
-    into.rounds += len(visited)
-    # Every answer token after the first is committed in some round; the text ends with the answer.
-    into.committed += len(prefix)
-    at_slot = prefix[visited].sum(0)
-    into.accepted_at = [
-        a + int(b) for a, b in zip(into.accepted_at or [0] * gamma, at_slot, strict=True)
-    ]
+def acceptance(every: Sequence[Blocks], gamma: int) -> dict[str, Acceptance]:
+    """Return the rounds by domain with blocks cut to `gamma` draft tokens."""
+    result: dict[str, Acceptance] = {}
+    for blocks in every:
+        result.setdefault(blocks.domain, Acceptance(gamma)).add(blocks)
+    return result
 
 
 def evaluate(
@@ -100,43 +167,22 @@ def evaluate(
     gammas: tuple[int, ...] = (3, 5),
     *,
     per_domain: int | None = None,
-    bf16: bool = True,
+    replay: Replay = GREEDY,
 ) -> tuple[dict[str, dict[int, Acceptance]], list[Blocks]]:
-    """Return acceptance by domain and gamma, and every block, for greedy records of `data`."""
+    """Return acceptance by domain and gamma, and every block."""
+    every = replayed(model, data, replay, per_domain=per_domain)
     result: dict[str, dict[int, Acceptance]] = {}
-    every: list[Blocks] = []
-    taken: dict[str, int] = {}
-    for record in tqdm(data.records, desc="held-out blocks", unit="answer"):
-        taken[record.domain] = taken.get(record.domain, 0) + 1
-        if record.num_anchors < 1 or record.temperature > 0:
-            continue
-        if per_domain is not None and taken[record.domain] > per_domain:
-            continue
-        blocks = draft_blocks(model, data, record, bf16)
-        every.append(blocks)
-        domain = result.setdefault(record.domain, {g: Acceptance() for g in gammas})
-        for gamma, tally in domain.items():
-            replay(blocks, gamma, tally)
+    for gamma in gammas:
+        for domain, tally in acceptance(every, gamma).items():
+            result.setdefault(domain, {})[gamma] = tally
     return result, every
 
 
+def macro_domains(domains: Sequence[str]) -> list[str]:
+    """Return which of `domains` the macro mean is over: code, math and chat, or all where none of these is there."""
+    return [d for d in domains if d in MACRO_DOMAINS] or list(domains)
+
+
 def macro(result: dict[str, dict[int, Acceptance]], gamma: int) -> float:
-    """Return the mean over domains of the acceptance length at `gamma`."""
-    return float(np.mean([by_gamma[gamma].length for by_gamma in result.values()]))
-
-
-def pooled(every: list[Blocks]) -> tuple[Tensor, Tensor]:
-    """Return confidence logits and prefix labels [rounds, gamma] of the rounds decoding makes.
-
-    Rounds start where the one before was refused, so they are harder than an average position;
-    calibration must see what serving sees. Blocks that reach beyond their text are left out.
-    Raises ValueError for a drafter without a confidence head.
-    """
-    logits, labels = [], []
-    for blocks in every:
-        if blocks.confidence_logits is None:
-            raise ValueError("this drafter has no confidence head: there is nothing to calibrate")
-        visited = [a for a in rounds(blocks, blocks.hits.shape[1]) if blocks.inside[a].all()]
-        logits.append(blocks.confidence_logits[visited])
-        labels.append(blocks.prefix[visited])
-    return torch.from_numpy(np.concatenate(logits)), torch.from_numpy(np.concatenate(labels))
+    """Return the mean over the macro domains of the acceptance length at `gamma`."""
+    return float(np.mean([result[d][gamma].length for d in macro_domains(list(result))]))

@@ -224,6 +224,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "shards": self.data.shards,
+            "answer_tokens": self.data.num_answer_tokens,
             "draft_ids": self.model.draft_ids,
             "config": self.model.config.to_json(),
         }

@@ -47,11 +47,14 @@ class GenerationPlan:
 
 
 @dataclass
-class _Row:
+class Row:
+    """One answer while it is written: prompt and answer ids, and a log-normaliser for each answer token."""
+
     prompt: Prompt
     ids: list[int]
     prompt_len: int
-    rng: torch.Generator  # of this record alone: its text depends on no order
+    # Of this record alone: its text depends on no order.
+    rng: torch.Generator = field(default_factory=torch.Generator)
     lse: list[float] = field(default_factory=list)
 
 
@@ -91,7 +94,7 @@ class ShardWriter:
         out_dir.mkdir(parents=True, exist_ok=True)
         self._next = len(list(out_dir.glob(f"shard-{worker}-*.json")))
 
-    def add(self, row: _Row, taps: Tensor, hidden: Tensor) -> None:
+    def add(self, row: Row, taps: Tensor, hidden: Tensor) -> None:
         """Keep one record: `taps` [n, m, d] and `hidden` [n, d] of the first n = len(ids) - 1 tokens."""
         known = len(row.ids) - 1
         meta = {
@@ -151,7 +154,7 @@ class OnPolicyWriter:
         taps = len(target.tap_layer_ids)
         self.taps = torch.zeros((rows, length, taps, width), dtype=STORED)
         self.hidden = torch.zeros((rows, length, width), dtype=STORED)
-        self.rows: list[_Row | None] = [None] * rows
+        self.rows: list[Row | None] = [None] * rows
         self.cursor = torch.zeros(rows, dtype=torch.long)  # tokens whose features are known
         self.current = torch.zeros(rows, dtype=torch.long)
         self.num_too_long = 0  # prompts left out
@@ -195,7 +198,7 @@ class OnPolicyWriter:
         self.hidden[index, :count] = first.hidden[0]
         self.cursor[index] = count
         rng = torch.Generator().manual_seed(zlib.crc32(prompt.record_id.encode()))
-        row = _Row(prompt, ids, count, rng)
+        row = Row(prompt, ids, count, rng)
         token, lse = self._sample(first.hidden[:, -1], [row])
         row.ids.append(int(token))
         row.lse.append(float(lse))
@@ -228,7 +231,7 @@ class OnPolicyWriter:
                 bar.update(answer)
         return finished
 
-    def _sample(self, hidden: Tensor, rows: list[_Row | None]) -> tuple[Tensor, Tensor]:
+    def _sample(self, hidden: Tensor, rows: list[Row | None]) -> tuple[Tensor, Tensor]:
         """Return (token [R], log-normaliser at temperature 1 [R]) for hidden [R, d] of these rows."""
         logits = self.target.head(hidden).float()
         lse = logits.logsumexp(-1)

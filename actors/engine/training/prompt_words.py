@@ -139,3 +139,44 @@ MATH_SETS = (
     ("number_filtering", 1),
     ("number_sorting", 1),
 )
+
+PROSE_OPENINGS = (
+    "The lighthouse had been dark for eleven years when the letter came, addressed to a keeper who was long dead.",
+    "My grandmother kept every button she ever lost, which is to say that she kept other people's.",
+    "It rained on the morning of the auction, and so the only bidders were the ones who had slept in their cars.",
+    "Nobody in the valley remembered who had planted the first walnut tree, but everybody knew whose fault it was.",
+    "At low tide the old road comes up out of the sea, black and straight, "
+    "and for two hours you can walk to the island.",
+    "The orchestra had already begun to tune when Marta noticed that the cello beside her had no strings.",
+    "There is a kind of silence that belongs only to railway stations after the last train.",
+    "The map showed a village where there was only grass, and Tomas was paid to find out which of the two was wrong.",
+    "Winter arrived in the city the way a cat enters a room, without a sound and as if it had always been there.",
+    "When I was nine my father taught me to repair watches, and I have been late ever since.",
+    "The baker opened his shutters at four, and found the square full of sheep.",
+    "Of the three sisters, it was the youngest who inherited the ferry, and the eldest who never forgave the river.",
+    "Every evening the professor wrote down one thing he no longer believed.",
+    "The snow had covered the tracks by noon, but the dog did not care for tracks.",
+    "We moved into the house on the hill in October, and by November we had stopped counting its doors.",
+    "To understand why the bridge was built crooked, one has to know something about the two mayors.",
+    "The desert at night is not empty; it is only that its inhabitants have better manners than we do.",
+    "Captain Ferro had crossed the ocean forty times and had never once learned to swim.",
+    "She found the violin in the attic, wrapped in a newspaper that reported the end of a war.",
+    "A market is a conversation that happens to involve fish.",
+    "The clockmaker's apprentice was forbidden three things, and by Thursday she had done two of them.",
+    "On the last day of school the caretaker handed back everything that had been confiscated in thirty years.",
+    "The wolves came down from the forest in the year the mill burned, and they were very polite.",
+    "What I remember best about the hospital is the fish tank, and the one fish that always swam backwards.",
+    "Dear Anselm, by the time you read this I shall have sold the piano.",
+    "The glacier gave back the climber's rucksack after sixty years, with the sandwiches still inside.",
+    "In the library of the monastery there was one shelf that the monks dusted but never read.",
+    "Nadia's first act as queen was to ask where the kitchen was.",
+    "The river divides the town into people who own umbrellas and people who own boats.",
+    "It is a mistake to think that gardens are peaceful.",
+    "The detective's trouble was that she believed everybody, one after the other.",
+    "Above the tree line the path disappeared, and so did the arguments we had carried up with us.",
+)
+
+PROSE_TEMPLATES = (
+    "Continue this story:\n\n{a}",
+    "Write the next two paragraphs in the same style:\n\n{a}",
+)

@@ -3,7 +3,7 @@
 Code: signatures and docstrings of the Python standard library and tasks written here; held out:
 HumanEval (MIT), never trained on. Math: reasoning-gym generators (Apache-2.0), train and held out
 with different seeds. Chat: chatterbot-corpus questions (BSD) and templates written here, held out by
-topic.
+topic. Prose: openings written here, never trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from actors.engine.training import prompt_words as words
 
-Domain = Literal["code", "math", "chat"]
+Domain = Literal["code", "math", "chat", "prose"]
 TRAIN_SEED = 20_260
 HELD_OUT_SEED = 7_000_003  # reasoning-gym streams of the two seeds do not meet
 
@@ -50,6 +50,7 @@ def build(split: Literal["train", "held_out"], per_domain: dict[Domain, int]) ->
         "code": _humaneval() if split == "held_out" else _code(random.Random("code")),
         "math": _math(HELD_OUT_SEED if split == "held_out" else TRAIN_SEED),
         "chat": _chat(split, random.Random(f"{split}-chat")),
+        "prose": _prose() if split == "held_out" else iter(()),
     }
     prompts = []
     for domain, wanted in per_domain.items():
@@ -74,6 +75,11 @@ def write(prompts: list[Prompt], path: Path) -> None:
     """Write one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(p)) + "\n" for p in prompts), encoding="utf-8")
+
+
+def at_temperature(prompts: list[Prompt], temperature: float) -> list[Prompt]:
+    """Return the same prompts, to be answered at another temperature."""
+    return [replace(prompt, temperature=temperature) for prompt in prompts]
 
 
 def read(path: Path) -> list[Prompt]:
@@ -221,6 +227,12 @@ def _chat(split: str, rng: random.Random) -> Iterator[str]:
             yield corpus.pop()
         a, b = rng.sample(topics, 2)
         yield rng.choice(words.CHAT_TEMPLATES).format(a=a, b=b)
+
+
+def _prose() -> Iterator[str]:
+    for template in words.PROSE_TEMPLATES:
+        for opening in words.PROSE_OPENINGS:
+            yield template.format(a=opening)
 
 
 def _chatterbot() -> list[str]:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from actors.engine.drafters.checkpoint import build, load_drafter
 from actors.engine.drafters.config import DrafterConfig, Kind, parse_config
-from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
-from actors.engine.training import calibrate, evaluate, initialise, prompts
+from actors.engine.training import evaluate, initialise, prompts
 from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.replay import Acceptance
 from actors.engine.training.validation import HeldOut
 from actors.engine.weights import Checkpoint, CheckpointError, embedding_tables
 from configs.machine import multiplies_bfloat16
@@ -135,32 +135,12 @@ def held_out(paths: Paths, kind: Kind, per_domain: int) -> HeldOut | None:
     return HeldOut(data, per_domain, bf16=multiplies_bfloat16())
 
 
-def calibrate_head(model: DSparkModel, blocks: list[evaluate.Blocks], out: Path) -> dict[str, Any]:
-    """Shift the confidence head's bias and write temperatures to `out`; returns what was measured."""
-    # Half of the answers fit, the other half says how good the fit is; all of them fit what ships.
-    logits, labels = evaluate.pooled(blocks[::2])
-    shift = calibrate.fit_shift(logits, labels)
-    halves = calibrate.fit(logits + shift, labels)
-    logits, labels = evaluate.pooled(blocks[1::2])
-    unseen = calibrate.survival_error(logits + shift, labels, halves.temperatures)
-    logits, labels = evaluate.pooled(blocks)
-    shift = calibrate.fit_shift(logits, labels)
-    with torch.no_grad():
-        assert model.confidence_head is not None
-        model.confidence_head.proj.bias.add_(shift)
-    calibrate.fit(logits + shift, labels).write(out / "calibration.json")
-    return {
-        "confidence_shift": round(shift, 3),
-        "ece_unseen_half": [round(e, 4) for e in unseen],
-    }
-
-
 def gammas(block_size: int) -> tuple[int, ...]:
     """Return the numbers of draft tokens to report acceptance for."""
     return tuple(sorted({min(3, block_size), block_size}))
 
 
-def report(result: dict[str, dict[int, evaluate.Acceptance]]) -> dict[str, Any]:
+def report(result: dict[str, dict[int, Acceptance]]) -> dict[str, Any]:
     """Return acceptance lengths by domain and gamma, and their mean over domains."""
     gammas = sorted(next(iter(result.values())))
     by_domain = {

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from actors.engine.drafters.checkpoint import load_drafter, save_drafter
-from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training import curves, evaluate, initialise, loop, online, onpolicy, prompts
+from actors.engine.training.calibrate import calibrate_drafter
 from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.evaluation import has_head
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.losses import weights_for
 from actors.engine.training.online import FeatureSource, LocalFeatures
 from actors.engine.training.parallel import Peers
 from actors.engine.training.runs import (
     Paths,
-    calibrate_head,
     compute_dtype,
     dataset,
     gammas,
@@ -36,7 +36,6 @@ from actors.engine.training.runs import (
     warm_model,
 )
 from actors.engine.weights import Checkpoint, CheckpointError, read_config
-from configs.machine import multiplies_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ SMOLLM2_TAPS = (2, 10, 18, 24, 28)  # what the bundled drafters were trained wit
 SMOLLM2_MASK_ID = 16  # <empty_output>: reserved, never part of a chat
 NUM_TAPS = 5
 TRAIN_PROMPTS: dict[prompts.Domain, int] = {"code": 6000, "math": 4800, "chat": 6400}
-HELD_OUT_PROMPTS: dict[prompts.Domain, int] = {"code": 64, "math": 64, "chat": 64}
+HELD_OUT_PROMPTS: dict[prompts.Domain, int] = {"code": 64, "math": 64, "chat": 64, "prose": 64}
+SPLITS = ("train", "held_out", "held_out_t1")  # the last: held-out prompts at temperature 1
 HELD_OUT_PROMPT_LEN = 320  # HumanEval stubs are long
 HELD_OUT_TOKENS = 100_000  # at most; a few hundred answers say enough
 
@@ -53,7 +53,8 @@ def built_in_prompts(paths: Paths) -> dict[str, int]:
     """Write the lists of built-in prompts; ModuleNotFoundError names a package that they need."""
     train = prompts.build("train", TRAIN_PROMPTS)
     held = prompts.build("held_out", HELD_OUT_PROMPTS)
-    return _write_lists(paths, {"train": train, "held_out": held})
+    sampled = prompts.at_temperature(held, 1.0)
+    return _write_lists(paths, {"train": train, "held_out": held, "held_out_t1": sampled})
 
 
 def user_prompts(paths: Paths, file: Path, held_out_share: float) -> dict[str, int]:
@@ -81,7 +82,7 @@ def generate(
     plan = onpolicy.GenerationPlan(
         args.rows, args.max_prompt_len, args.max_answer_len, args.worker, args.workers
     )
-    if split == "held_out":
+    if split != "train":
         plan = replace(plan, max_prompt_len=max(plan.max_prompt_len, HELD_OUT_PROMPT_LEN))
     taps = taps_of(paths, args)
     before = text_taps(paths)
@@ -178,7 +179,10 @@ def export(paths: Paths, out: Path) -> dict[str, Any]:
         )
     state = torch.load(checkpoint)
     model = restore(paths, state)
-    extra = {"num_target_layers": int(read_config(paths.target)["num_hidden_layers"])}
+    extra = {
+        "num_target_layers": int(read_config(paths.target)["num_hidden_layers"]),
+        "training": {"steps": state["step"], "answer_tokens": state["answer_tokens"]},
+    }
     save_drafter(model, out, extra)
     curves.plot_log(paths.run / "log.jsonl", out / "training.png")
     done: dict[str, Any] = {"drafter": str(out), "step": state["step"]}
@@ -189,11 +193,10 @@ def export(paths: Paths, out: Path) -> dict[str, Any]:
         return done
     shipped = load_drafter(out, *tables(paths.target))
     sizes = gammas(model.config.block_size)
-    result, blocks = evaluate.evaluate(shipped, data, sizes, bf16=multiplies_bfloat16())
+    result, blocks = evaluate.evaluate(shipped, data, sizes)
     done |= report(result)
-    if isinstance(model, DSparkModel) and model.confidence_head is not None:
-        done |= calibrate_head(model, blocks, out)
-        save_drafter(model, out, extra)
+    if has_head(shipped):
+        done |= calibrate_drafter(out, paths.target, {("greedy", 0.0): blocks})["greedy"].measured()
     return done
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from actors.engine.drafters.model import DraftModel
 from actors.engine.training.dataset import OnPolicyDataset, Record
-from actors.engine.training.evaluate import Acceptance, draft_blocks, replay
+from actors.engine.training.evaluate import Replay, draft_blocks, macro_domains
+from actors.engine.training.replay import Acceptance
 
 
 class HeldOut:
@@ -30,17 +31,18 @@ class HeldOut:
             raise ValueError(f"{data.root} holds no answer at temperature 0 to measure on")
 
     def measure(self, model: DraftModel) -> dict[str, Any]:
-        """Return `acceptance_length` (mean over domains), `by_domain`, and `agree` [gamma] over all anchors."""
+        """Return `acceptance_length` (macro mean), `by_domain`, and `agree` [gamma] over all anchors."""
         gamma = model.config.block_size
         tallies: dict[str, Acceptance] = {}
         hits, inside = np.zeros(gamma), np.zeros(gamma)
         for record in self.records:
-            blocks = draft_blocks(model, self.data, record, self.bf16)
-            replay(blocks, gamma, tallies.setdefault(record.domain, Acceptance()))
-            hits += blocks.hits.sum(0)
+            blocks = draft_blocks(model, self.data, record, Replay(bf16=self.bf16))
+            tallies.setdefault(record.domain, Acceptance(gamma)).add(blocks)
+            hits += blocks.accept.sum(0)
             inside += blocks.inside.sum(0)
         by_domain = {name: round(tally.length, 4) for name, tally in sorted(tallies.items())}
-        self.last = round(float(np.mean(list(by_domain.values()))), 4)
+        chosen = [by_domain[domain] for domain in macro_domains(list(by_domain))]
+        self.last = round(float(np.mean(chosen)), 4)
         return {
             "acceptance_length": self.last,
             "by_domain": by_domain,
