@@ -28,6 +28,7 @@ _STATE_OF: dict[Phase, State] = {
 }
 SLOW_COLLECTIVE_S = 2.0  # worth a word; how long is too long the rank itself decides
 MISSES_UNTIL_DEAD = 3  # silent pings; a call that fails because the process ended counts at once
+MISSES_WHILE_STARTING = 30  # imports and weights keep a process from answering, on a busy machine for long
 
 
 @dataclass
@@ -57,6 +58,10 @@ class Member:
     def route(self) -> RankRoute:
         said = (self.last.warning, self.last.integrity_problems) if self.last else ("", ())
         return RankRoute(self.endpoint, self.state, self.reason, *said)
+
+
+def _patience(member: Member) -> int:
+    return MISSES_WHILE_STARTING if member.state == "starting" else MISSES_UNTIL_DEAD
 
 
 class RouteBook:
@@ -107,7 +112,7 @@ class RouteBook:
         member.num_misses += 1
         if member.last is None and not has_ended:
             member.reason = reason  # it may still wait for a place
-        elif has_ended or member.num_misses >= MISSES_UNTIL_DEAD:
+        elif has_ended or member.num_misses >= _patience(member):
             member.state = "dead"
             member.reason = member.last_failure or reason
         self._notice()

@@ -11,7 +11,7 @@ from actors.core.messages import Endpoint
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Role
 from actors.shell import Description
-from cluster.routing import MISSES_UNTIL_DEAD, RouteBook, assigned
+from cluster.routing import MISSES_UNTIL_DEAD, MISSES_WHILE_STARTING, RouteBook, assigned
 from configs.policy import PolicyConfig
 
 MEMBERS: list[tuple[str, Role]] = [
@@ -90,6 +90,15 @@ def test_a_slow_process_is_dead_only_after_several_silent_pings(book: RouteBook)
     for _ in range(MISSES_UNTIL_DEAD - 1):
         book.miss("target-0", "slow", has_ended=False)
         assert book.table().ranks[0].state == "ready"
+    book.miss("target-0", "slow", has_ended=False)
+    assert book.table().ranks[0].state == "dead"
+
+
+def test_a_process_that_loads_may_be_silent_for_longer_but_not_for_ever(book: RouteBook) -> None:
+    book.hear(describe("target-0", "loading"))
+    for _ in range(MISSES_WHILE_STARTING - 1):
+        book.miss("target-0", "slow", has_ended=False)
+        assert book.table().ranks[0].state == "starting"
     book.miss("target-0", "slow", has_ended=False)
     assert book.table().ranks[0].state == "dead"
 
