@@ -24,11 +24,13 @@ from cluster.intake import Intake
 from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
+from cluster.model_share import localise
 from cluster.observation import AskCluster
+from cluster.placement import MARK_AMOUNT
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
 from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec
-from configs.schema import ClusterConfig, IngressConfig
+from configs.schema import ClusterConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -64,6 +66,8 @@ def run_ingress(config: ClusterConfig) -> str:
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
+    mark = config.ingress.node_resource
+    where = {mark: MARK_AMOUNT} if mark else {}
     quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     deployment: Any = serve.deployment(
         serve.ingress()(IngressReplica),
@@ -73,7 +77,7 @@ def run_ingress(config: ClusterConfig) -> str:
         health_check_period_s=5,
         health_check_timeout_s=15,
         graceful_shutdown_timeout_s=10,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": where},
         logging_config=quiet,
     )
     try:
@@ -85,9 +89,9 @@ def run_ingress(config: ClusterConfig) -> str:
             serve.run(deployment.bind(config), name=APPLICATION, route_prefix="/")
     except (RuntimeError, TimeoutError) as error:
         raise IngressStartError(f"the ingress replicas do not come up: {error}") from error
-    url = _base_url(config.ingress)
+    url = config.ingress.endpoint()
     _wait_until_served(url)
-    return f"{url}/v1"
+    return url
 
 
 def stop_ingress() -> None:
@@ -140,17 +144,12 @@ def _check_port_is_free(host: str, port: int) -> None:
             ) from error
 
 
-def _base_url(config: IngressConfig) -> str:
-    host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
-    return f"http://{host}:{config.port}"
-
-
 def _wait_until_served(url: str) -> None:
     end_s = time.monotonic() + READY_TIMEOUT_S
     problem = "no answer"
     while time.monotonic() < end_s:
         with suppress(httpx.TransportError):
-            answer = httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False)
+            answer = httpx.get(f"{url}/models", timeout=2.0, trust_env=False)
             if answer.status_code in (200, 401):  # 401: it wants a key
                 return
             problem = f"HTTP {answer.status_code}"
@@ -183,7 +182,8 @@ class IngressReplica:
             host or ray.util.get_node_ip_address(),
         )
         tracing.setup(config.telemetry, "ingress", f"ingress-{replica}")
-        codec = TextCodec.from_directory(text_files(config.model.path))
+        local = await asyncio.to_thread(localise, config)
+        codec = TextCodec.from_directory(text_files(local.model.path))
         self._front = make_front(
             config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
         )

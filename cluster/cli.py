@@ -56,8 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
     stop = _add(commands, "stop", "cluster.commands.control:stop", "end the running cluster")
     stop.add_argument("--timeout", type=float, default=90.0, help="seconds to wait (default 90)")
-    _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
+    _add_cluster(stop)
+    status = _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
+    _add_cluster(status)
 
+    _add_many_machines(commands)
     _add_chat(commands)
     _add_explain(commands)
     _add_profile(commands)
@@ -105,6 +108,34 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     profile.add_argument(
         "--out", metavar="DIR", help="folder for the plot (default: beside the kept measurements)"
+    )
+
+
+def _add_many_machines(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What speaks to a cluster of several machines."""
+    for name, summary in (
+        ("up", "start Ray on the machines of a launcher file"),
+        ("down", "end the deployment and Ray on all machines"),
+    ):
+        command = _add(commands, name, f"cluster.commands.remote:{name}", summary)
+        command.add_argument("file", help="the file of `ray up`; see configs/ray_up/")
+    _add(
+        commands,
+        "environment",
+        "cluster.commands.environment:environment",
+        "what to export before `ray start` on a node",
+    )
+    deploy = _add(commands, "deploy", "cluster.commands.remote:deploy", "serve on a running Ray")
+    _add_cluster(deploy, required=True)
+    _add_config(deploy)
+
+
+def _add_cluster(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|ADDRESS",
+        required=required,
+        help="a cluster of several machines: its launcher file, or the address of its Ray (`auto` on one of them)",
     )
 
 

@@ -93,6 +93,11 @@ class TargetConfig(Section):
         0.5, ge=0, description="CPUs Ray reserves for one rank (a placement weight, not a limit)."
     )
     num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for one rank.")
+    node_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray resource that marks the nodes for ranks and their drafters; null = any node.",
+    )
     block_size: int = Field(16, ge=1, le=256, description="KV cache block, in tokens.")
     kv_cache_tokens: int = Field(32768, ge=64, description="KV cache of one rank, in tokens.")
     max_running: int = Field(32, ge=1, description="Requests that run at once on one rank.")
@@ -137,6 +142,11 @@ class IngressConfig(Section):
     host: str = Field("127.0.0.1", description="Address the endpoint listens on.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the endpoint.")
     num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
+    node_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray resource that marks the nodes for ingress replicas; null = any node.",
+    )
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest a request may take, in seconds."
     )
@@ -190,6 +200,11 @@ class IngressConfig(Section):
         "auto",
         description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
     )
+
+    def endpoint(self, address: str = "127.0.0.1") -> str:
+        """The URL of the API for a client; `address` is one at which a wildcard host is reached."""
+        host = address if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}/v1"
 
 
 class LinkConfig(Section):

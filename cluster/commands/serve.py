@@ -30,7 +30,7 @@ def serve(arguments: argparse.Namespace) -> int:
     state = RunState(
         pid=os.getpid(),
         phase="starting",
-        endpoint=endpoint_url(config.ingress),
+        endpoint=config.ingress.endpoint(),
         model=config.model.name,
         numerics=config.model.numerics,
         started_at_s=time.time(),
@@ -45,12 +45,6 @@ def serve(arguments: argparse.Namespace) -> int:
             return _run(config, registration, arguments, results)
     except AlreadyRunningError as error:
         raise CommandError(str(error)) from error
-
-
-def endpoint_url(ingress: IngressConfig) -> str:
-    """The URL a client on this machine uses; a wildcard address is reached through loopback."""
-    host = "127.0.0.1" if ingress.host in ("0.0.0.0", "::") else ingress.host
-    return f"http://{host}:{ingress.port}/v1"
 
 
 def _run(
