@@ -64,11 +64,26 @@ def run_ingress(config: ClusterConfig) -> str:
         )
     _check_port_is_free(config.ingress.host, config.ingress.port)
     from ray import serve
-    from ray.serve.schema import LoggingConfig
+
+    try:
+        with _quiet_serve_logs():
+            serve.start(
+                http_options={"host": config.ingress.host, "port": config.ingress.port},
+                logging_config=_quiet(),
+            )
+            serve.run(application(config), name=APPLICATION, route_prefix="/")
+    except (RuntimeError, TimeoutError) as error:
+        raise IngressStartError(f"the ingress replicas do not come up: {error}") from error
+    url = config.ingress.endpoint()
+    _wait_until_served(url)
+    return url
+
+
+def application(config: ClusterConfig) -> Any:
+    """The ingress as Serve runs it; the supervisor must be up when its replicas start."""
+    from ray import serve
 
     mark = config.ingress.node_resource
-    where = {mark: MARK_AMOUNT} if mark else {}
-    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     deployment: Any = serve.deployment(
         serve.ingress()(IngressReplica),
         name="Ingress",
@@ -77,21 +92,16 @@ def run_ingress(config: ClusterConfig) -> str:
         health_check_period_s=5,
         health_check_timeout_s=15,
         graceful_shutdown_timeout_s=10,
-        ray_actor_options={"num_cpus": 0, "resources": where},
-        logging_config=quiet,
+        ray_actor_options={"num_cpus": 0, "resources": {mark: MARK_AMOUNT} if mark else {}},
+        logging_config=_quiet(),
     )
-    try:
-        with _quiet_serve_logs():
-            serve.start(
-                http_options={"host": config.ingress.host, "port": config.ingress.port},
-                logging_config=quiet,
-            )
-            serve.run(deployment.bind(config), name=APPLICATION, route_prefix="/")
-    except (RuntimeError, TimeoutError) as error:
-        raise IngressStartError(f"the ingress replicas do not come up: {error}") from error
-    url = config.ingress.endpoint()
-    _wait_until_served(url)
-    return url
+    return deployment.bind(config)
+
+
+def _quiet() -> Any:
+    from ray.serve.schema import LoggingConfig
+
+    return LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
 def stop_ingress() -> None:

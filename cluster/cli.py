@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
     _add_config(show)
+    show.add_argument("--serve", action="store_true", help="as a file for `serve deploy`")
     _add(commands, "version", "cluster.commands.show:show_version", "show versions")
     return parser
 
@@ -102,6 +103,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands, "profile", "cluster.profile:profile", "measure what steps cost on this machine"
     )
     _add_config(profile)
+    _add_cluster(profile)
     profile.add_argument("--refresh", action="store_true", help="measure again what is known")
     profile.add_argument(
         "--repeats", type=int, default=5, help="measurements of every point (default 5)"

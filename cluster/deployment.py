@@ -54,7 +54,7 @@ def join(address: str, parts: Parts | None = None) -> Iterator[Found | None]:
     session = RaySession(address, NAMESPACE)
     session.open(0)
     try:
-        yield _find(parts or Parts.real())
+        yield find(parts or Parts.real())
     finally:
         session.close()
 
@@ -86,7 +86,8 @@ class Found:
         self.members.stop()
 
 
-def _find(parts: Parts) -> Found | None:
+def find(parts: Parts) -> Found | None:
+    """The deployment on the Ray that this process is part of."""
     import ray
 
     try:

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.app import IngressStartError
-from cluster.deployment import Deployment
+from cluster.deployment import Deployment, find
 from cluster.members import NAMESPACE, Members, NoRoomError, survive
 from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import plan_placement
@@ -111,21 +111,11 @@ def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
     parts.fetch_model(config)
     # Serve reads it when it is imported.
     os.environ.update(parts.environment(config) if session.is_local else parts.node_environment())
-    placement = plan_placement(config, os.cpu_count() or 1)
-    session.open(placement.num_cpus + INGRESS_CPUS)
+    session.open(plan_placement(config, os.cpu_count() or 1).num_cpus + INGRESS_CPUS)
     note("Ray is up")
-    host: str | None = "127.0.0.1"  # links listen on loopback, unless there may be other machines
     if not session.is_local:
         _require_nothing_deployed()
-        placement, host = plan_placement(config, *session.shape()), None
-        config, folders = parts.share_models(config)
-        members.share(folders)
-    members.reserve(placement, grows=not session.is_local)
-    deployment = Deployment.of(config, len(placement.pools), session.node_address)
-    members.start(config, placement, host, asdict(deployment))
-    session.remember_processes()
-    _await_ready(note)
-    session.remember_processes()
+    config, deployment = _bring_members_up(config, session, members, note)
     running.ingress_started = True
     try:
         answered = parts.run_ingress(config)
@@ -136,6 +126,50 @@ def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
     finally:
         session.remember_processes()
     return answered if session.is_local else deployment.endpoint
+
+
+def _bring_members_up(
+    config: ClusterConfig, session: RaySession, members: Members, note: Progress
+) -> tuple[ClusterConfig, Deployment]:
+    """Everything but the ingress, ready; returns the configuration as the nodes know it."""
+    if session.is_local:  # links listen on loopback
+        placement, host = plan_placement(config, os.cpu_count() or 1), "127.0.0.1"
+    else:
+        placement, host = plan_placement(config, *session.shape()), None
+        config, folders = members.parts.share_models(config)
+        members.share(folders)
+    members.reserve(placement, grows=not session.is_local)
+    deployment = Deployment.of(config, len(placement.pools), session.node_address)
+    members.start(config, placement, host, asdict(deployment))
+    session.remember_processes()
+    _await_ready(members, note)
+    session.remember_processes()
+    return config, deployment
+
+
+def start_members(config: ClusterConfig, parts: Parts) -> ClusterConfig:
+    """Everything but the ingress, on the Ray that this process is part of; it outlives this process.
+
+    What runs there with the same settings is left alone. Returns the configuration as the nodes know it.
+
+    Raises:
+        LaunchError: a part could not start, or something else is deployed.
+    """
+    shared, _ = parts.share_models(config)
+    found = find(parts)
+    if found is not None:
+        if found.deployment.settings == shared.model_dump(mode="json"):
+            return shared
+        _require_nothing_deployed()
+    session, members = RaySession(None, NAMESPACE), Members(parts, outlives=True)
+    try:
+        parts.fetch_model(config)
+        return _bring_members_up(config, session, members, log.info)[0]
+    except BaseException as error:
+        members.stop()
+        if isinstance(error, (ModelNotFoundError, NoRoomError, RayError)):
+            raise LaunchError(str(error)) from error
+        raise
 
 
 def shutdown() -> None:
@@ -168,17 +202,16 @@ def _require_nothing_deployed() -> None:
 # --- starting ----------------------------------------------------------------------------------------
 
 
-def _await_ready(note: Progress) -> None:
+def _await_ready(members: Members, note: Progress) -> None:
     """Until every member is ready and knows the others.
 
     Raises:
         LaunchError: one of them failed, or the time is up.
     """
-    assert _running is not None
     deadline = time.monotonic() + START_TIMEOUT_S
     shown: dict[str, str] = {}
     while True:
-        status = _status(_running.members.actors["supervisor"])
+        status = _status(members.actors["supervisor"])
         for member in status["members"]:
             _raise_if_failed(member)
             text = f"{member['name']} {member['phase']} {member['detail']}".strip()

@@ -98,7 +98,7 @@ def localise(config: ClusterConfig, store: Path = STORE) -> ClusterConfig:
     }
     if not shared:
         return config
-    source = _RaySource()
+    source = RaySource()
     found = {name: str(local_folder(digest, source, store)) for name, digest in shared.items()}
     return config.model_copy(update={"model": model.model_copy(update=found)})
 
@@ -156,7 +156,7 @@ class ModelSource:
             return file.read(CHUNK_BYTES)
 
 
-class _RaySource(Source):
+class RaySource(Source):
     """The `ModelSource` of this cluster."""
 
     def __init__(self) -> None:

@@ -149,7 +149,7 @@ def _deploy_from_afar(file: LauncherFile, arguments: argparse.Namespace) -> dict
 
 def stop(arguments: argparse.Namespace) -> int:
     """End what is deployed; Ray stays."""
-    report = _there_or_here(arguments, "stop", _stop_here)
+    report = there_or_here(arguments, "stop", _stop_here)
     if arguments.json:
         emit_json(report)
     else:
@@ -158,7 +158,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def _stop_here(address: str) -> dict[str, Any]:
-    with _joined(address) as found:
+    with joined(address) as found:
         if found is None:
             raise CommandError(f"{address}: nothing is deployed there")
         found.end()
@@ -167,7 +167,7 @@ def _stop_here(address: str) -> dict[str, Any]:
 
 def status(arguments: argparse.Namespace) -> int:
     """The machines, what is deployed on them, and how it is."""
-    report = _there_or_here(arguments, "status", _status_here)
+    report = there_or_here(arguments, "status", _status_here)
     if arguments.json:
         emit_json(report)
     else:
@@ -176,7 +176,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _status_here(address: str) -> dict[str, Any]:
-    with _joined(address) as found:
+    with joined(address) as found:
         report: dict[str, Any] = {"deployed": found is not None, "nodes": _nodes()}
         if found is not None:
             deployment, state = found.deployment, found.ask("status")
@@ -236,9 +236,10 @@ def _nodes() -> list[dict[str, Any]]:
 # --- where a command runs ---------------------------------------------------------------------------------------------
 
 
-def _there_or_here(
+def there_or_here(
     arguments: argparse.Namespace, command: str, here: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any]:
+    """What `here` finds on the Ray of `--cluster`, or what the same command says on that cluster's head."""
     if is_launcher_file(arguments.cluster):
         return LauncherFile.read(arguments.cluster).on_head(command, "--cluster", "auto")
     with contextlib.redirect_stdout(sys.stderr):  # Ray talks
@@ -246,7 +247,7 @@ def _there_or_here(
 
 
 @contextlib.contextmanager
-def _joined(address: str) -> Iterator[Any]:
+def joined(address: str) -> Iterator[Any]:
     """The deployment at `address`, or None when that Ray runs nothing of ours."""
     from cluster.deployment import join
     from cluster.ray_session import RaySessionError

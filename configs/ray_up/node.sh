@@ -7,13 +7,12 @@ DSPARK_RAY_OPTIONS=""
 #   DSPARK_RAY_OPTIONS="--num-gpus=4 --node-ip-address=10.0.0.7"
 #   export GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1
 if [ -f ~/dspark/local.sh ]; then . ~/dspark/local.sh; fi
-eval "$(dspark environment)"          # Serve reads it when it is imported
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"   # a socket for every stream
 
 # Ray gives up on a node that does not come up within half a minute; one that is busy with something else may need longer.
-start_ray() {
+patiently() {
   for attempt in 1 2 3; do
-    ray start "$@" && return
+    "$@" && return
     echo "attempt $attempt to start Ray failed"
     ray stop --force
   done
