@@ -14,7 +14,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from configs.schema import IngressConfig
+from configs.ingress import IngressConfig
 
 logger = logging.getLogger(__name__)
 

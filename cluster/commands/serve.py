@@ -15,9 +15,10 @@ from typing import TextIO
 from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say
 from cluster.run_state import AlreadyRunningError, Registration, RunState, register
+from configs.ingress import IngressConfig
 from configs.load import load
 from configs.machine import multiplies_bfloat16
-from configs.schema import ClusterConfig, IngressConfig
+from configs.schema import ClusterConfig
 
 WATCH_INTERVAL_S = 0.5
 EXIT_INTERRUPTED = 130
