@@ -10,15 +10,7 @@ from pydantic import ValidationError
 
 from cluster.cli import main
 from configs import machine
-from configs.load import (
-    DEFAULT_PRESET,
-    ConfigError,
-    allowed,
-    describe,
-    load,
-    preset_names,
-    settings,
-)
+from configs.load import DEFAULT_PRESET, ConfigError, allowed, describe, load, preset_names
 from configs.schema import ClusterConfig, DrafterConfig, TargetConfig
 
 
@@ -302,25 +294,3 @@ def test_a_machine_that_tells_nothing_computes_in_float32(
     machine.multiplies_bfloat16.cache_clear()
     assert not machine.multiplies_bfloat16()
     machine.multiplies_bfloat16.cache_clear()
-
-
-def test_settings_are_what_was_written_and_mean_the_same_elsewhere(
-    yaml_file: Callable[[str], str],
-) -> None:
-    path = yaml_file("model: {dtype: auto}\ntarget: {num_ranks: 2}\n")
-    written = settings(path, ["target.num_ranks=3"])
-    assert written["target"]["num_ranks"] == 3 and written["model"] == {"dtype": "auto"}
-    assert ClusterConfig.model_validate(written) == load(path, ["target.num_ranks=3"])
-
-
-@pytest.mark.parametrize(
-    ("host", "endpoint"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:8000/v1"),
-        ("0.0.0.0", "http://10.0.0.5:8000/v1"),
-        ("10.0.0.9", "http://10.0.0.9:8000/v1"),
-    ],
-)
-def test_a_client_reaches_a_wildcard_at_the_address_it_is_given(host: str, endpoint: str) -> None:
-    config = load(overrides=[f"ingress.host={host}"], environment={})
-    assert config.ingress.endpoint("10.0.0.5") == endpoint
