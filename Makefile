@@ -1,4 +1,4 @@
-# make serve | test | load | lint | format | setup | clean. Each sets up what it needs; a second call is instant.
+# make serve | test | test-cluster | load | dist | lint | format | setup | clean. Each sets up what it needs; a second call is instant.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -14,12 +14,14 @@ GROUPS := architecture pure torch_cpu interpreter ray_local http
 PRESETS := tests/pure/test_simulate_presets.py
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup serve test lint format oracle load clean
+.PHONY: help setup serve test test-cluster lint format oracle load dist clean
 
 help:
 	@echo "make serve         start the cluster in the foreground (PRESET=laptop-moe, ARGS='--set ingress.port=9000')"
 	@echo "make test          lint, types, floors, then every test that needs no GPU"
 	@echo "make load          a short Locust run against a cluster of its own (ARGS='--peak 16 --seconds 60')"
+	@echo "make test-cluster  ray up on hosts made of namespaces, one of which dies under load (needs root)"
+	@echo "make dist          what the machines of a cluster install (dist/)"
 	@echo "make lint          ruff, mypy and import-linter alone"
 	@echo "make format        rewrite the code in the one format"
 	@echo "make setup         create .venv with everything the above need"
@@ -70,6 +72,16 @@ serve: .venv/.runtime
 
 load: .venv/.runtime .load/.ready
 	@.load/bin/python -m load_tests --check --min-streams 4 $(ARGS)
+
+test-cluster: .venv/.ready
+	@$(BIN)/python -m tests.cluster $(ARGS)
+
+# A wheel is made anew each time: its content, not its version, decides whether a machine installs it.
+dist: .venv/.runtime
+	@rm -rf dist
+	@$(PIP) wheel -q --no-deps -w dist .
+	@cp constraints.txt configs/ray_up/setup_node.sh configs/ray_up/node.sh dist/
+	@ls dist
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

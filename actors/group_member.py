@@ -68,7 +68,7 @@ class GroupMember:
         self._group = self._engine.group
         self._group.node = zlib.crc32(host.encode())
         self._bound_s = config.target.collective_timeout_s
-        self._device, self._on_stuck = config.model.device, on_stuck
+        self._device, self._on_stuck, self._host = config.model.device, on_stuck, host
         # Every rank offers one: who leads is known, but not to whom the supervisor has already spoken.
         self._store, self.offer = open_store(host)
         self._formation: Formation | None = None
@@ -105,6 +105,7 @@ class GroupMember:
             self._bound_s,
             JOIN_WITHIN_S,
             self._device,
+            self._host,
         )
         self._group.attach(self._collective)
         threading.Thread(target=self._watch, name="group-watchdog", daemon=True).start()

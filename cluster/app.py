@@ -24,11 +24,13 @@ from cluster.intake import Intake
 from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
+from cluster.model_share import localise
 from cluster.observation import AskCluster
+from cluster.placement import MARK_AMOUNT
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
 from cluster.served_model import Access, ServedModel
 from cluster.text import TextCodec
-from configs.schema import ClusterConfig, IngressConfig
+from configs.schema import ClusterConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -62,9 +64,26 @@ def run_ingress(config: ClusterConfig) -> str:
         )
     _check_port_is_free(config.ingress.host, config.ingress.port)
     from ray import serve
-    from ray.serve.schema import LoggingConfig
 
-    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+    try:
+        with _quiet_serve_logs():
+            serve.start(
+                http_options={"host": config.ingress.host, "port": config.ingress.port},
+                logging_config=_quiet(),
+            )
+            serve.run(application(config), name=APPLICATION, route_prefix="/")
+    except (RuntimeError, TimeoutError) as error:
+        raise IngressStartError(f"the ingress replicas do not come up: {error}") from error
+    url = config.ingress.endpoint()
+    _wait_until_served(url)
+    return url
+
+
+def application(config: ClusterConfig) -> Any:
+    """The ingress as Serve runs it; the supervisor must be up when its replicas start."""
+    from ray import serve
+
+    mark = config.ingress.node_resource
     deployment: Any = serve.deployment(
         serve.ingress()(IngressReplica),
         name="Ingress",
@@ -73,21 +92,16 @@ def run_ingress(config: ClusterConfig) -> str:
         health_check_period_s=5,
         health_check_timeout_s=15,
         graceful_shutdown_timeout_s=10,
-        ray_actor_options={"num_cpus": 0},
-        logging_config=quiet,
+        ray_actor_options={"num_cpus": 0, "resources": {mark: MARK_AMOUNT} if mark else {}},
+        logging_config=_quiet(),
     )
-    try:
-        with _quiet_serve_logs():
-            serve.start(
-                http_options={"host": config.ingress.host, "port": config.ingress.port},
-                logging_config=quiet,
-            )
-            serve.run(deployment.bind(config), name=APPLICATION, route_prefix="/")
-    except (RuntimeError, TimeoutError) as error:
-        raise IngressStartError(f"the ingress replicas do not come up: {error}") from error
-    url = _base_url(config.ingress)
-    _wait_until_served(url)
-    return f"{url}/v1"
+    return deployment.bind(config)
+
+
+def _quiet() -> Any:
+    from ray.serve.schema import LoggingConfig
+
+    return LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
 def stop_ingress() -> None:
@@ -140,17 +154,12 @@ def _check_port_is_free(host: str, port: int) -> None:
             ) from error
 
 
-def _base_url(config: IngressConfig) -> str:
-    host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
-    return f"http://{host}:{config.port}"
-
-
 def _wait_until_served(url: str) -> None:
     end_s = time.monotonic() + READY_TIMEOUT_S
     problem = "no answer"
     while time.monotonic() < end_s:
         with suppress(httpx.TransportError):
-            answer = httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False)
+            answer = httpx.get(f"{url}/models", timeout=2.0, trust_env=False)
             if answer.status_code in (200, 401):  # 401: it wants a key
                 return
             problem = f"HTTP {answer.status_code}"
@@ -183,7 +192,8 @@ class IngressReplica:
             host or ray.util.get_node_ip_address(),
         )
         tracing.setup(config.telemetry, "ingress", f"ingress-{replica}")
-        codec = TextCodec.from_directory(text_files(config.model.path))
+        local = await asyncio.to_thread(localise, config)
+        codec = TextCodec.from_directory(text_files(local.model.path))
         self._front = make_front(
             config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
         )

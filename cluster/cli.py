@@ -56,8 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
     stop = _add(commands, "stop", "cluster.commands.control:stop", "end the running cluster")
     stop.add_argument("--timeout", type=float, default=90.0, help="seconds to wait (default 90)")
-    _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
+    _add_cluster(stop)
+    status = _add(commands, "status", "cluster.commands.control:status", "show the running cluster")
+    _add_cluster(status)
 
+    _add_many_machines(commands)
     _add_chat(commands)
     _add_explain(commands)
     _add_profile(commands)
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = _add(commands, "config", "cluster.commands.show:config", "show what would run")
     _add_config(show)
+    show.add_argument("--serve", action="store_true", help="as a file for `serve deploy`")
     _add(commands, "version", "cluster.commands.show:show_version", "show versions")
     return parser
 
@@ -99,12 +103,41 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands, "profile", "cluster.profile:profile", "measure what steps cost on this machine"
     )
     _add_config(profile)
+    _add_cluster(profile)
     profile.add_argument("--refresh", action="store_true", help="measure again what is known")
     profile.add_argument(
         "--repeats", type=int, default=5, help="measurements of every point (default 5)"
     )
     profile.add_argument(
         "--out", metavar="DIR", help="folder for the plot (default: beside the kept measurements)"
+    )
+
+
+def _add_many_machines(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What speaks to a cluster of several machines."""
+    for name, summary in (
+        ("up", "start Ray on the machines of a launcher file"),
+        ("down", "end the deployment and Ray on all machines"),
+    ):
+        command = _add(commands, name, f"cluster.commands.remote:{name}", summary)
+        command.add_argument("file", help="the file of `ray up`; see configs/ray_up/")
+    _add(
+        commands,
+        "environment",
+        "cluster.commands.environment:environment",
+        "what to export before `ray start` on a node",
+    )
+    deploy = _add(commands, "deploy", "cluster.commands.remote:deploy", "serve on a running Ray")
+    _add_cluster(deploy, required=True)
+    _add_config(deploy)
+
+
+def _add_cluster(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|ADDRESS",
+        required=required,
+        help="a cluster of several machines: its launcher file, or the address of its Ray (`auto` on one of them)",
     )
 
 

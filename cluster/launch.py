@@ -6,41 +6,28 @@ ready, then the ingress. The end goes the other way round.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.exceptions import RayError
 
-from actors.allocator import AllocatorActor
-from actors.drafter import DrafterActor
-from actors.link import Membership, Role
-from actors.shell import Seat
-from actors.target import TargetActor
 from cluster.app import IngressStartError
+from cluster.deployment import Deployment, find
+from cluster.members import NAMESPACE, Members, NoRoomError, survive
 from cluster.parts import ModelNotFoundError, Parts
-from cluster.placement import Placement, Slot, no_room, plan_placement, thread_environment
+from cluster.placement import plan_placement
 from cluster.ray_session import RaySession, RaySessionError, log_folder
-from cluster.supervisor import HANG_AFTER_S, Supervisor
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "dspark"
 START_TIMEOUT_S = 900.0  # the first start fetches and converts the model
-PLACEMENT_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 INGRESS_CPUS = 2.0  # offered to Serve beside what the actors reserve
 
@@ -66,8 +53,7 @@ class _Running:
 
     parts: Parts
     session: RaySession
-    placement_group: PlacementGroup | None = None
-    actors: dict[str, Any] = field(default_factory=dict)  # by name, in the order of their start
+    members: Members
     ingress_started: bool = False
 
 
@@ -79,6 +65,8 @@ def launch(
     progress: Progress = log.info,
     address: str | None = None,
     parts: Parts | None = None,
+    *,
+    outlives: bool = False,
 ) -> LaunchedCluster:
     """Start everything and return when the endpoint answers. Call `shutdown` afterwards, however this ends.
 
@@ -87,6 +75,8 @@ def launch(
         progress: takes one line for each thing done.
         address: of a running Ray cluster to join; None starts a local one.
         parts: what computes and what answers HTTP; None takes the real ones.
+        outlives: of a cluster that was joined: what was started stays when this process ends. `shutdown` after a
+            successful launch then leaves it alone; `cluster.deployment.end` ends it.
 
     Raises:
         LaunchError: a part could not start.
@@ -94,8 +84,9 @@ def launch(
     global _running
     if _running is not None:
         raise LaunchError("a cluster is already running in this process; call shutdown() first")
+    parts = parts or Parts.real()
     session = RaySession(address, NAMESPACE)
-    running = _running = _Running(parts or Parts.real(), session)
+    running = _running = _Running(parts, session, Members(parts, outlives))
     started = time.monotonic()
 
     def note(text: str) -> None:
@@ -103,38 +94,82 @@ def launch(
 
     try:
         endpoint_url = _bring_up(config, running, note)
-    except (RaySessionError, ModelNotFoundError, IngressStartError) as error:
+    except (RaySessionError, ModelNotFoundError, IngressStartError, NoRoomError) as error:
         raise LaunchError(str(error)) from error
     except RayError as error:
         raise LaunchError(f"Ray: {error}; see {log_folder()}") from error
     note(f"ingress ready at {endpoint_url}")
-    return LaunchedCluster(endpoint_url, session.address, NAMESPACE)
+    launched = LaunchedCluster(endpoint_url, session.address, NAMESPACE)
+    if outlives:
+        session.close()
+        _running = None
+    return launched
 
 
 def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
-    parts, session = running.parts, running.session
+    parts, session, members = running.parts, running.session, running.members
     parts.fetch_model(config)
-    os.environ.update(parts.environment(config))  # Serve reads it when it is imported
-    placement = plan_placement(config, os.cpu_count() or 1)
-    session.open(placement.num_cpus + INGRESS_CPUS)
+    # Serve reads it when it is imported.
+    os.environ.update(parts.environment(config) if session.is_local else parts.node_environment())
+    session.open(plan_placement(config, os.cpu_count() or 1).num_cpus + INGRESS_CPUS)
     note("Ray is up")
     if not session.is_local:
-        placement = plan_placement(config, *session.shape())
-    _reserve(placement)
-    # Links listen on loopback unless the cluster may have other machines.
-    _start_actors(config, placement, host="127.0.0.1" if session.is_local else None)
-    session.remember_processes()
-    _await_ready(note)
-    session.remember_processes()
+        _require_nothing_deployed()
+    config, deployment = _bring_members_up(config, session, members, note)
     running.ingress_started = True
     try:
-        return parts.run_ingress(config)
+        answered = parts.run_ingress(config)
     except IngressStartError:
         raise
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         raise LaunchError(f"ingress: {error}; see {log_folder()}") from error
     finally:
         session.remember_processes()
+    return answered if session.is_local else deployment.endpoint
+
+
+def _bring_members_up(
+    config: ClusterConfig, session: RaySession, members: Members, note: Progress
+) -> tuple[ClusterConfig, Deployment]:
+    """Everything but the ingress, ready; returns the configuration as the nodes know it."""
+    if session.is_local:  # links listen on loopback
+        placement, host = plan_placement(config, os.cpu_count() or 1), "127.0.0.1"
+    else:
+        placement, host = plan_placement(config, *session.shape()), None
+        config, folders = members.parts.share_models(config)
+        members.share(folders)
+    members.reserve(placement, grows=not session.is_local)
+    deployment = Deployment.of(config, len(placement.pools), session.node_address)
+    members.start(config, placement, host, asdict(deployment))
+    session.remember_processes()
+    _await_ready(members, note)
+    session.remember_processes()
+    return config, deployment
+
+
+def start_members(config: ClusterConfig, parts: Parts) -> ClusterConfig:
+    """Everything but the ingress, on the Ray that this process is part of; it outlives this process.
+
+    What runs there with the same settings is left alone. Returns the configuration as the nodes know it.
+
+    Raises:
+        LaunchError: a part could not start, or something else is deployed.
+    """
+    shared, _ = parts.share_models(config)
+    found = find(parts)
+    if found is not None:
+        if found.deployment.settings == shared.model_dump(mode="json"):
+            return shared
+        _require_nothing_deployed()
+    session, members = RaySession(None, NAMESPACE), Members(parts, outlives=True)
+    try:
+        parts.fetch_model(config)
+        return _bring_members_up(config, session, members, log.info)[0]
+    except BaseException as error:
+        members.stop()
+        if isinstance(error, (ModelNotFoundError, NoRoomError, RayError)):
+            raise LaunchError(str(error)) from error
+        raise
 
 
 def shutdown() -> None:
@@ -148,94 +183,35 @@ def shutdown() -> None:
         return
     running.session.remember_processes()
     if running.ingress_started:
-        with _survive("ingress"):
+        with survive("ingress"):
             running.parts.stop_ingress()
-    supervisor = running.actors.pop("supervisor", None)
-    if supervisor is not None:  # first: it would report what now ends as failures
-        with _survive("supervisor"):
-            ray.kill(supervisor)
-    _stop_actors(running.actors)
-    if running.placement_group is not None:
-        with _survive("placement group"):
-            remove_placement_group(running.placement_group)
+    running.members.stop()
     running.session.close()
+
+
+def _require_nothing_deployed() -> None:
+    try:
+        ray.get_actor("supervisor", namespace=NAMESPACE)
+    except ValueError:
+        return
+    raise LaunchError(
+        "a deployment runs on this Ray already; `dspark rollout` changes it, `dspark stop --cluster` ends it"
+    )
 
 
 # --- starting ----------------------------------------------------------------------------------------
 
 
-def _reserve(placement: Placement) -> None:
-    assert _running is not None
-    group: PlacementGroup = placement_group(list(placement.bundles), strategy="PACK", name="dspark")
-    _running.placement_group = group
-    # One machine of our own will not grow: what it lacks now it lacks for good.
-    lacks_gpus = ray.cluster_resources().get("GPU", 0) < placement.num_gpus
-    is_hopeless = _running.session.is_local and lacks_gpus
-    try:
-        ray.get(group.ready(), timeout=0 if is_hopeless else PLACEMENT_TIMEOUT_S)
-    except GetTimeoutError:
-        raise LaunchError(no_room(placement, ray.cluster_resources())) from None
-
-
-def _start_actors(config: ClusterConfig, placement: Placement, host: str | None) -> None:
-    assert _running is not None
-    parts, membership = _running.parts, Membership.create()
-    members: list[tuple[str, Role]] = [("allocator", "allocator")]
-    members += [(slot.name, "drafter") for slot in placement.drafters]
-    members += [(slot.name, "target") for slot in placement.targets]
-
-    def seat(name: str, num_threads: int = 1, rank: int = 0) -> Seat:
-        telemetry = config.telemetry
-        return Seat(name, membership, host, num_threads, NAMESPACE, rank, telemetry)
-
-    watching = (config, HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
-    _start(Supervisor, "supervisor", None, members, membership, host, NAMESPACE, *watching)
-    _start(AllocatorActor, "allocator", None, seat("allocator"), config)
-    for slot in placement.drafters:
-        place = seat(slot.name, slot.num_threads)
-        _start(DrafterActor, slot.name, slot, place, config, parts.drafter_engine)
-    for rank, slot in enumerate(placement.targets):
-        arguments = (seat(slot.name, slot.num_threads, rank), config, parts.target_engine)
-        _start(TargetActor, slot.name, slot, *arguments, parts.measure_steps)
-
-
-def _start(cls: type, name: str, slot: Slot | None, *arguments: Any) -> None:
-    """Create a named actor that Ray starts again for ever."""
-    assert _running is not None
-    options: dict[str, Any] = {"num_cpus": 0}
-    threads = 1
-    if slot is None:
-        here = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
-    else:
-        assert _running.placement_group is not None
-        threads = slot.num_threads
-        options |= {"num_cpus": slot.num_cpus, "num_gpus": slot.num_gpus}
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            _running.placement_group, placement_group_bundle_index=slot.bundle
-        )
-    actor: Any = ray.remote(cls).options(
-        name=name,
-        namespace=NAMESPACE,
-        max_restarts=-1,
-        max_task_retries=0,
-        runtime_env={"env_vars": thread_environment(threads)},
-        **options,
-    )
-    _running.actors[name] = actor.remote(*arguments)
-
-
-def _await_ready(note: Progress) -> None:
+def _await_ready(members: Members, note: Progress) -> None:
     """Until every member is ready and knows the others.
 
     Raises:
         LaunchError: one of them failed, or the time is up.
     """
-    assert _running is not None
     deadline = time.monotonic() + START_TIMEOUT_S
     shown: dict[str, str] = {}
     while True:
-        status = _status(_running.actors["supervisor"])
+        status = _status(members.actors["supervisor"])
         for member in status["members"]:
             _raise_if_failed(member)
             text = f"{member['name']} {member['phase']} {member['detail']}".strip()
@@ -264,32 +240,3 @@ def _raise_if_failed(member: dict[str, Any]) -> None:
     if member["last_failure"] or member["state"] == "dead":
         cause = member["last_failure"] or member["reason"]
         raise LaunchError(f"{member['name']} could not start: {cause} (logs: {log_folder()})")
-
-
-# --- stopping ----------------------------------------------------------------------------------------
-
-
-def _stop_actors(actors: dict[str, Any]) -> None:
-    """Targets first, so that nobody waits for a drafter that has gone; then end the processes."""
-    for names in (
-        [n for n in actors if n.startswith("target")],
-        [n for n in actors if not n.startswith("target")],
-    ):
-        with _survive("actors"):
-            ray.wait(
-                [actors[name].stop.remote() for name in names],
-                num_returns=len(names),
-                timeout=STOP_TIMEOUT_S,
-            )
-        for name in names:
-            with _survive(name):
-                ray.kill(actors[name])
-
-
-@contextlib.contextmanager
-def _survive(what: str) -> Any:
-    """Stopping goes on, whatever one part does."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("%s did not stop in order: %s", what, error)

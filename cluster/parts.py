@@ -15,6 +15,7 @@ from actors.engine.base import DrafterEngine, TargetEngine
 from actors.rank_start import MeasureSteps
 from actors.shell import Seat
 from actors.target import TargetEngineFactory
+from cluster.model_share import localise, share
 from cluster.profile_cache import cached_samples
 from configs.schema import ClusterConfig
 
@@ -43,12 +44,21 @@ class Parts:
     measure_steps: MeasureSteps
     run_ingress: Callable[[ClusterConfig], str]
     stop_ingress: Callable[[], None]
-    environment: Callable[[ClusterConfig], dict[str, str]] = lambda _config: {}
+    environment: Callable[[ClusterConfig], dict[str, str]] = (
+        lambda _config: {}
+    )  # of a Ray of our own
+    node_environment: Callable[[], dict[str, str]] = dict  # of one that is joined
     fetch_model: Callable[[ClusterConfig], None] = lambda _config: None
+    # What nodes without a common disk are told of the model, and the folders to hand out; see `model_share.share`.
+    share_models: Callable[[ClusterConfig], tuple[ClusterConfig, dict[str, str]]] = lambda c: (
+        c,
+        {},
+    )
 
     @classmethod
     def real(cls) -> Parts:
         from cluster.app import run_ingress, serve_environment, stop_ingress
+        from cluster.serve_proxy import node_environment
 
         return cls(
             target_engine,
@@ -57,7 +67,9 @@ class Parts:
             run_ingress,
             stop_ingress,
             environment=lambda config: serve_environment(config.ingress),
+            node_environment=node_environment,
             fetch_model=fetch_model,
+            share_models=share,
         )
 
 
@@ -87,6 +99,7 @@ def fetch_model(config: ClusterConfig) -> None:
 
 def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
     """The target with the taps its drafter wants."""
+    config = localise(config)
     import torch
 
     from actors.engine.drafters.serve import configured_taps
@@ -102,6 +115,7 @@ def target_engine(config: ClusterConfig, seat: Seat) -> TargetEngine:
 
 def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:
     """The drafter, cut to the configured block; its proposals carry the name of its seat."""
+    config = localise(config)
     import torch
 
     from actors.engine.drafters.serve import configured_engine

@@ -10,6 +10,7 @@ from configs.schema import ClusterConfig
 # Turns a thread spins between two operations before it sleeps (some tens of microseconds). Sleeping at once
 # (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; spinning on takes the cores the drafter computes on.
 OMP_SPIN_COUNT = 10_000
+MARK_AMOUNT = 0.001  # of a resource that only says which machines are meant
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,21 @@ class Placement:
     drafters: tuple[Slot, ...]
     # names of the ranks that step together; none where each is on its own
     groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def pools(self) -> tuple[range, ...]:
+        """Bundles that Ray places as one: those of a group, or all where every rank is on its own."""
+        size = len(self.groups[0]) if self.groups else len(self.bundles)
+        return tuple(range(i, i + size) for i in range(0, len(self.bundles), size))
+
+    @property
+    def strategy(self) -> str:
+        """Ranks of a group talk in every layer: on few machines. Others keep out of each other's way."""
+        return "PACK" if self.groups else "SPREAD"
+
+    def place_of(self, slot: Slot) -> tuple[int, int]:
+        """Number of the slot's pool, and of its bundle in there."""
+        return divmod(slot.bundle, len(self.pools[0]))
 
     @property
     def num_cpus(self) -> float:
@@ -63,7 +79,9 @@ def plan_placement(config: ClusterConfig, cores_per_node: int, num_nodes: int = 
                 bundle[resource] = bundle.get(resource, 0.0) + amount
     for bundle in bundles:
         if not bundle:
-            bundle["CPU"] = 0.001  # Ray refuses an empty bundle
+            bundle["CPU"] = MARK_AMOUNT  # Ray refuses an empty bundle
+        if target.node_resource:
+            bundle[target.node_resource] = MARK_AMOUNT
     names, size = [slot.name for slot in targets], target.group_size
     starts = range(0, len(names), size) if size > 1 else ()
     groups = tuple(tuple(names[start : start + size]) for start in starts)

@@ -21,6 +21,7 @@ from actors.core.step_samples import StepSamples
 from actors.engine.base import TargetSpec
 from actors.link import Membership
 from actors.shell import Seat
+from cluster.commands.rank_profiles import rank_profiles
 from cluster.console import CommandError, emit_json, note, say, table
 from cluster.parts import ModelNotFoundError, fetch_model, target_engine
 from cluster.placement import plan_placement, thread_environment
@@ -34,6 +35,8 @@ NOISY = 0.15  # spread of the repeats from which on the measurement is remarked 
 
 
 def profile(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return rank_profiles(arguments)
     state = find(Path(arguments.state))
     if state is not None:
         raise CommandError(

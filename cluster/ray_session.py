@@ -90,11 +90,16 @@ class RaySession:
     def address(self) -> str:
         return str(ray.get_runtime_context().gcs_address)
 
+    @property
+    def node_address(self) -> str:
+        """Of the node this process runs on."""
+        return str(ray.util.get_node_ip_address())
+
     def shape(self) -> tuple[int, int]:
-        """Cores of the smallest node, and the number of nodes."""
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        cores = [int(node["Resources"].get("CPU", 1)) for node in nodes]
-        return max(1, min(cores, default=1)), max(1, len(nodes))
+        """Cores of the smallest node that offers any, and the number of such nodes."""
+        offered = (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        cores = [int(num_cpus) for num_cpus in offered if num_cpus]
+        return max(1, min(cores, default=1)), max(1, len(cores))
 
     def remember_processes(self) -> None:
         if self.is_local:

@@ -14,12 +14,26 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from configs.schema import IngressConfig
+from configs.ingress import IngressConfig
 
 logger = logging.getLogger(__name__)
 
 _FOLDER_VARIABLE, _PROXY_FOLDER = "RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "dspark-proxy-"
+TRY_TIMEOUT_S = 60.0  # of a machine that is busy
 _PORTS = range(20_000, 30_000)
+_PYTHON_PROXY = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # so that the driver can call the replicas
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+}
+NODE_FOLDER = Path("~/.cache/dspark-cluster/proxy")
+NODE_PORTS = (
+    9101,
+    8404,
+    8500,
+    9500,
+)  # HAProxy's metrics and statistics, the fallback proxy's HTTP and gRPC
+NODE_REQUEST_TIMEOUT_S = 3600.0  # no reload of HAProxy cuts a younger stream
 
 
 class IngressStartError(RuntimeError):
@@ -35,11 +49,7 @@ def serve_environment(config: IngressConfig) -> dict[str, str]:
     Raises:
         IngressStartError: `proxy` is "haproxy" and there is none that runs.
     """
-    environment = {
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # so that the driver can call the replicas
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    }
+    environment = dict(_PYTHON_PROXY)
     if config.proxy == "python":
         return environment
     # Paths and ports of its own, so that two clusters on one machine do not meet.
@@ -57,7 +67,27 @@ def serve_environment(config: IngressConfig) -> dict[str, str]:
         )
         return environment
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # a start that fails leaves nothing
-    return environment | _haproxy_environment(config, folder, binary)
+    ports = _free_ports(4)
+    return environment | _haproxy_environment(folder, binary, ports, config.request_timeout_s)
+
+
+def node_environment(folder: Path = NODE_FOLDER) -> dict[str, str]:
+    """Environment for `ray start` on a node of a cluster of several, and for whoever deploys on it.
+
+    Ports are the same on every node, so that a firewall can know them, and so is the folder: such a node belongs to one
+    cluster.
+
+    Raises:
+        IngressStartError: HAProxy does not run here.
+    """
+    folder = folder.expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        binary = _write_haproxy_starter(folder)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        raise IngressStartError(f"HAProxy does not run here ({error})") from error
+    ports = [str(port) for port in NODE_PORTS]
+    return _PYTHON_PROXY | _haproxy_environment(folder, binary, ports, NODE_REQUEST_TIMEOUT_S)
 
 
 def _write_haproxy_starter(folder: Path) -> Path:
@@ -70,12 +100,13 @@ def _write_haproxy_starter(folder: Path) -> Path:
     starter = folder / "haproxy"
     starter.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
     starter.chmod(0o700)
-    subprocess.run([starter, "-v"], check=True, capture_output=True, timeout=10)
+    subprocess.run([starter, "-v"], check=True, capture_output=True, timeout=TRY_TIMEOUT_S)
     return starter
 
 
-def _haproxy_environment(config: IngressConfig, folder: Path, binary: Path) -> dict[str, str]:
-    ports = _free_ports(4)
+def _haproxy_environment(
+    folder: Path, binary: Path, ports: list[str], request_timeout_s: float
+) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -93,7 +124,7 @@ def _haproxy_environment(config: IngressConfig, folder: Path, binary: Path) -> d
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": ports[3],
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # A reload would otherwise cut streams that are older than two minutes.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(config.request_timeout_s) + 60),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(request_timeout_s) + 60),
     }
 
 

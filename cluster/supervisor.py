@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,7 @@ class Supervisor:
         hang_after_s: a loop that has not come round for so long stands still, and its process is ended.
         groups: names of the ranks that step together, rank 0 of each first.
         silent_after_s: a rank of a group that has not answered for so long holds up the others, and is ended.
+        about: what is deployed, for whoever finds this supervisor by its name.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Supervisor:
         hang_after_s: float = HANG_AFTER_S,
         groups: Sequence[tuple[str, ...]] = (),
         silent_after_s: float = HANG_AFTER_S,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         # A later incarnation starts above every version of an earlier one.
         first = int(time.time())
         self._book = RouteBook(members, first_version=first)
         self._groups = [GroupBook(tuple(names), epoch=first) for names in groups]
         self._silent_after_s = silent_after_s
+        self._about = dict(about or {})
         self._heard_at: dict[str, float] = {}
         self._membership = membership
         self._host = host
@@ -86,6 +89,10 @@ class Supervisor:
     async def join(self) -> tuple[Membership, str | None]:
         """Keys and listening address for a process that opens a link of its own."""
         return self._membership, self._host
+
+    async def deployment(self) -> dict[str, Any]:
+        """What was deployed (`cluster.deployment.Deployment`)."""
+        return self._about
 
     async def status(self) -> dict[str, Any]:
         """Every member: state, reason, restarts, process."""

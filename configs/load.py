@@ -57,6 +57,26 @@ def load(
     Raises:
         ConfigError: naming field, value, where it came from and the remedy.
     """
+    merged, origins = _merged(source, overrides, environment)
+    try:
+        return ClusterConfig.model_validate(merged)
+    except ValidationError as error:
+        raise _explain(error, merged, origins) from None
+
+
+def settings(source: str = DEFAULT_PRESET, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What was set, nested and as it was written: a file with this content means the same on another machine.
+
+    Raises:
+        ConfigError: see `load`; values are not checked.
+    """
+    return _merged(source, overrides, None)[0]
+
+
+def _merged(
+    source: str, overrides: Sequence[str], environment: Mapping[str, str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The layers put together, and where each setting comes from."""
     variables = os.environ if environment is None else environment
     layers = [_read_source(source), *_read_environment(variables), *_read_overrides(overrides)]
     merged: dict[str, Any] = {}
@@ -66,10 +86,7 @@ def load(
             if _is_setting(path, value, origin):
                 _put(merged, path, value)
                 origins[".".join(path)] = origin
-    try:
-        return ClusterConfig.model_validate(merged)
-    except ValidationError as error:
-        raise _explain(error, merged, origins) from None
+    return merged, origins
 
 
 def preset_names() -> tuple[str, ...]:

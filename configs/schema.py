@@ -8,8 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from configs.access import ApiKeyConfig, key_conflicts
+from configs.access import key_conflicts
 from configs.calibration import CalibrationConfig
+from configs.ingress import IngressConfig
 from configs.machine import multiplies_bfloat16
 from configs.policy import PolicyConfig
 from configs.section import Section
@@ -93,6 +94,11 @@ class TargetConfig(Section):
         0.5, ge=0, description="CPUs Ray reserves for one rank (a placement weight, not a limit)."
     )
     num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for one rank.")
+    node_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray resource that marks the nodes for ranks and their drafters; null = any node.",
+    )
     block_size: int = Field(16, ge=1, le=256, description="KV cache block, in tokens.")
     kv_cache_tokens: int = Field(32768, ge=64, description="KV cache of one rank, in tokens.")
     max_running: int = Field(32, ge=1, description="Requests that run at once on one rank.")
@@ -128,67 +134,6 @@ class DrafterConfig(Section):
         250.0,
         ge=0,
         description="Longest a rank waits for a proposal before it runs a plain step, in milliseconds.",
-    )
-
-
-class IngressConfig(Section):
-    """The HTTP front."""
-
-    host: str = Field("127.0.0.1", description="Address the endpoint listens on.")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port of the endpoint.")
-    num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
-    request_timeout_s: float = Field(
-        600.0, gt=0, description="Longest a request may take, in seconds."
-    )
-    max_stop_strings: int = Field(16, ge=1, description="Stop strings one request may carry.")
-    reservation_timeout_s: float = Field(
-        5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."
-    )
-    default_max_tokens: int = Field(
-        1024,
-        ge=1,
-        description="Output tokens of a chat request that names no limit (at most the context).",
-    )
-    stall_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="Silence of a running stream after which it is replayed, in seconds.",
-    )
-    replay_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Longest a stream waits for a rank to go on after it lost its own, in seconds.",
-    )
-    allow_rank_hint: bool = Field(
-        False,
-        description='Whether a request may name its rank ("dspark": {"rank": "target-0"}); for benchmarks and drills.',
-    )
-    max_choices: int = Field(16, ge=1, description="Choices (n) of one prompt, in streams.")
-    max_request_tokens: int = Field(
-        131072,
-        ge=16,
-        description="Tokens that all choices of one request may take together, prompts included.",
-    )
-    max_body_bytes: int = Field(
-        16 * 2**20, ge=1024, description="Longest body of a request, in bytes."
-    )
-    api_keys: tuple[ApiKeyConfig, ...] = Field(
-        (),
-        strict=False,  # YAML has lists only
-        description="Keys that open the endpoint: name, sha256, requests_per_minute, max_share. None = no key needed.",
-    )
-    cors_origins: tuple[str, ...] = Field(
-        (),
-        strict=False,
-        description="Origins whose pages a browser lets call the endpoint; none = CORS is off.",
-    )
-    tool_parser: Literal["hermes", "json"] = Field(
-        "hermes",
-        description="How the model writes tool calls: hermes = <tool_call> tags; json = nothing but an object.",
-    )
-    proxy: Literal["auto", "haproxy", "python"] = Field(
-        "auto",
-        description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
     )
 
 

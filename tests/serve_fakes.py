@@ -1,4 +1,4 @@
-"""A cluster of scripted engines in a process of its own, started and ended as `dspark serve` does it."""
+"""A cluster of scripted engines in a process of its own, started and ended as `dspark serve` or `deploy` does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from configs.schema import ClusterConfig
 from tests import ray_fakes
 
 
-def main(settings: str, address: str | None = None) -> None:
+def main(settings: str, address: str | None = None, outlives: str = "") -> None:
     parts = Parts(
         target_engine=ray_fakes.FakeTarget,
         drafter_engine=ray_fakes.FakeDrafter,
@@ -27,10 +27,12 @@ def main(settings: str, address: str | None = None) -> None:
     stop = threading.Event()
     with interruptible():
         try:
-            launcher.launch(config, progress=say, address=address, parts=parts)
+            stays = bool(outlives)
+            launcher.launch(config, progress=say, address=address, parts=parts, outlives=stays)
             on_signal(stop.set)
             say("serving")
-            stop.wait()
+            if not stays:
+                stop.wait()
         finally:
             on_signal(lambda: None)
             launcher.shutdown()

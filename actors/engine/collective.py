@@ -77,8 +77,12 @@ class DistributedCollective:
         bound_s: float,
         join_within_s: float,
         device: str = "cpu",
+        own_host: str = "",
     ) -> DistributedCollective:
-        """Meet the other ranks at the store `address` (host:port); raises CollectiveError when one does not come."""
+        """Meet the other ranks at the store `address` (host:port); raises CollectiveError when one does not come.
+
+        Ranks reach this one at `own_host`; "" leaves the choice to gloo, which asks for the name of this machine.
+        """
         host, port = address.rsplit(":", 1)
         patience = timedelta(seconds=join_within_s)
         try:
@@ -86,7 +90,9 @@ class DistributedCollective:
                 host, int(port), is_master=False, timeout=patience, wait_for_workers=False
             )
             meeting = dist.PrefixStore(f"group/{epoch}", store)
-            group = _process_group(meeting, rank, size, timedelta(seconds=bound_s), device)
+            group = _process_group(
+                meeting, rank, size, timedelta(seconds=bound_s), device, own_host
+            )
             made = cls(group, bound_s)
             # The first collective connects the ranks: nobody is in the group before all are.
             all_gather(made, torch.zeros(1, dtype=torch.int64, device=device))
@@ -128,12 +134,20 @@ def _bytes(rows: Tensor) -> Tensor:
     return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
-def _process_group(store: Any, rank: int, size: int, bound: timedelta, device: str) -> Any:
+def _process_group(
+    store: Any, rank: int, size: int, bound: timedelta, device: str, own_host: str
+) -> Any:
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = bound
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, bound)
+    gloo = dist.ProcessGroupGloo
+    if not own_host:
+        return gloo(store, rank, size, bound)
+    options = gloo._Options()
+    options._timeout = bound
+    options._devices = [gloo.create_device(hostname=own_host)]
+    return gloo(store, rank, size, options)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.client import EndpointClient
+from cluster.commands import remote
 from cluster.console import CommandError, emit_json, note, say, table
 from cluster.run_state import RunState, find
 
@@ -29,6 +30,8 @@ def require_running(state_file: str) -> RunState:
 
 
 def stop(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return remote.stop(arguments)
     state = find(Path(arguments.state))
     if state is None:
         note("no cluster is running here")
@@ -54,6 +57,8 @@ def _end(state: RunState, state_file: Path, timeout_s: float) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return remote.status(arguments)
     state = find(Path(arguments.state))
     if state is None:
         note("no cluster is running here; start one with `dspark serve`")

@@ -15,9 +15,10 @@ from typing import TextIO
 from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say
 from cluster.run_state import AlreadyRunningError, Registration, RunState, register
+from configs.ingress import IngressConfig
 from configs.load import load
 from configs.machine import multiplies_bfloat16
-from configs.schema import ClusterConfig, IngressConfig
+from configs.schema import ClusterConfig
 
 WATCH_INTERVAL_S = 0.5
 EXIT_INTERRUPTED = 130
@@ -30,7 +31,7 @@ def serve(arguments: argparse.Namespace) -> int:
     state = RunState(
         pid=os.getpid(),
         phase="starting",
-        endpoint=endpoint_url(config.ingress),
+        endpoint=config.ingress.endpoint(),
         model=config.model.name,
         numerics=config.model.numerics,
         started_at_s=time.time(),
@@ -45,12 +46,6 @@ def serve(arguments: argparse.Namespace) -> int:
             return _run(config, registration, arguments, results)
     except AlreadyRunningError as error:
         raise CommandError(str(error)) from error
-
-
-def endpoint_url(ingress: IngressConfig) -> str:
-    """The URL a client on this machine uses; a wildcard address is reached through loopback."""
-    host = "127.0.0.1" if ingress.host in ("0.0.0.0", "::") else ingress.host
-    return f"http://{host}:{ingress.port}/v1"
 
 
 def _run(

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import yaml
 
 from cluster.console import emit_json, say
-from configs.load import allowed, describe, load
+from configs.load import allowed, describe, load, settings
 from configs.schema import ClusterConfig
 
 SHOWN_PACKAGES = ("dspark-cluster", "torch", "ray", "numpy", "pydantic", "fastapi")
@@ -19,7 +19,12 @@ SHOWN_PACKAGES = ("dspark-cluster", "torch", "ray", "numpy", "pydantic", "fastap
 
 def config(arguments: argparse.Namespace) -> int:
     effective = load(arguments.config, arguments.set)
-    if arguments.json:
+    if arguments.serve:
+        from cluster.serve_app import serve_config  # imports Serve's front
+
+        written = serve_config(effective, settings(arguments.config, arguments.set))
+        say(yaml.safe_dump(written, sort_keys=False).rstrip())
+    elif arguments.json:
         emit_json(effective.model_dump(mode="json"))
     else:
         say("\n".join(_annotated_yaml(effective)))

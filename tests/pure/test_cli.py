@@ -73,6 +73,10 @@ def test_help_of_every_command_works(capsys: pytest.CaptureFixture[str]) -> None
         "demo",
         "bench",
         "export",
+        "up",
+        "down",
+        "deploy",
+        "environment",
         "config",
         "version",
     ):

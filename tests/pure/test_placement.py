@@ -78,6 +78,31 @@ def test_neighbouring_ranks_make_a_group() -> None:
     assert plan_placement(config(4, 1), 8).groups == ()
 
 
+def test_a_group_is_placed_as_one_and_apart_from_the_others() -> None:
+    placement = plan_placement(config(4, 4, group_size=2), 8)
+    assert placement.strategy == "PACK"
+    assert placement.pools == (range(2), range(2, 4))
+    assert [placement.place_of(slot) for slot in placement.targets] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert placement.place_of(placement.drafters[2]) == (1, 0)
+
+
+def test_ranks_on_their_own_are_spread_over_the_machines() -> None:
+    placement = plan_placement(config(3, 3), 8)
+    assert placement.strategy == "SPREAD"
+    assert placement.pools == (range(3),)
+    assert placement.place_of(placement.targets[2]) == (0, 2)
+
+
+def test_ranks_go_where_the_nodes_are_marked_for_them() -> None:
+    placement = plan_placement(config(2, 1, node_resource="gpu_node"), 8)
+    assert all(0 < bundle["gpu_node"] < 0.01 for bundle in placement.bundles)
+
+
 def test_what_is_short_is_what_the_remedy_names() -> None:
     gpu = ClusterConfig.model_validate(
         {"target": {"num_gpus": 0.7}, "drafter": {"num_gpus": 0.3}, "model": {"device": "cuda"}}

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import serve_proxy
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
-from configs.schema import IngressConfig
+from configs.ingress import IngressConfig
 
 
 def test_haproxy_gets_a_folder_and_ports_of_its_own(monkeypatch):

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from cluster import launch as launcher
+from cluster import members
 from tests import ray_fakes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -176,7 +177,7 @@ def test_an_engine_that_cannot_load_is_named_with_its_cause(after: None, make_co
 def test_too_many_ranks_for_the_machines_are_refused_with_the_numbers(
     after: None, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "PLACEMENT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(members, "PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(launcher.LaunchError, match=r"no room.*160.*target\.num_ranks"):
         launch_with(make_config(40, 40, drafter={"num_actors": 40, "num_cpus": 3.75}))
 

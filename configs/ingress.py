@@ -1,0 +1,81 @@
+"""How the HTTP front is reached, and what one request may take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.access import ApiKeyConfig
+from configs.section import Section
+
+
+class IngressConfig(Section):
+    """The HTTP front."""
+
+    host: str = Field("127.0.0.1", description="Address the endpoint listens on.")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port of the endpoint.")
+    num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
+    node_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray resource that marks the nodes for ingress replicas; null = any node.",
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="Longest a request may take, in seconds."
+    )
+    max_stop_strings: int = Field(16, ge=1, description="Stop strings one request may carry.")
+    reservation_timeout_s: float = Field(
+        5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."
+    )
+    default_max_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Output tokens of a chat request that names no limit (at most the context).",
+    )
+    stall_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Silence of a running stream after which it is replayed, in seconds.",
+    )
+    replay_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Longest a stream waits for a rank to go on after it lost its own, in seconds.",
+    )
+    allow_rank_hint: bool = Field(
+        False,
+        description='Whether a request may name its rank ("dspark": {"rank": "target-0"}); for benchmarks and drills.',
+    )
+    max_choices: int = Field(16, ge=1, description="Choices (n) of one prompt, in streams.")
+    max_request_tokens: int = Field(
+        131072,
+        ge=16,
+        description="Tokens that all choices of one request may take together, prompts included.",
+    )
+    max_body_bytes: int = Field(
+        16 * 2**20, ge=1024, description="Longest body of a request, in bytes."
+    )
+    api_keys: tuple[ApiKeyConfig, ...] = Field(
+        (),
+        strict=False,  # YAML has lists only
+        description="Keys that open the endpoint: name, sha256, requests_per_minute, max_share. None = no key needed.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Origins whose pages a browser lets call the endpoint; none = CORS is off.",
+    )
+    tool_parser: Literal["hermes", "json"] = Field(
+        "hermes",
+        description="How the model writes tool calls: hermes = <tool_call> tags; json = nothing but an object.",
+    )
+    proxy: Literal["auto", "haproxy", "python"] = Field(
+        "auto",
+        description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
+    )
+
+    def endpoint(self, address: str = "127.0.0.1") -> str:
+        """The URL of the API for a client; `address` is one at which a wildcard host is reached."""
+        host = address if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}/v1"
