@@ -28,7 +28,9 @@ _STATE_OF: dict[Phase, State] = {
 }
 SLOW_COLLECTIVE_S = 2.0  # worth a word; how long is too long the rank itself decides
 MISSES_UNTIL_DEAD = 3  # silent pings; a call that fails because the process ended counts at once
-MISSES_WHILE_STARTING = 30  # imports and weights keep a process from answering, on a busy machine for long
+MISSES_WHILE_STARTING = (
+    30  # imports and weights keep a process from answering, on a busy machine for long
+)
 
 
 @dataclass
