@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from actors.engine import gguf_import
 from actors.engine.drafters.checkpoint import load_drafter
@@ -18,7 +17,7 @@ from actors.engine.training.evaluate import evaluate, macro
 from actors.engine.training.frozen_target import FrozenTarget
 from actors.engine.training.onpolicy import ChatText, GenerationPlan, OnPolicyWriter, ShardWriter
 from actors.engine.training.prompts import Prompt
-from actors.engine.weights import embedding_tables
+from actors.engine.training.runs import compute_dtype, tables
 
 DRAFTER = gguf_import.BUNDLED_DIR / "drafter"
 QUESTIONS = {
@@ -59,16 +58,16 @@ def test_it_serves_beside_its_target() -> None:
 def test_greedy_text_is_accepted(tmp_path: Path) -> None:
     """Six questions outside the training prompts; the full measurement is in PROVENANCE.md."""
     model_dir = gguf_import.ensure_smollm2()
-    model = load_drafter(DRAFTER, *embedding_tables(model_dir, torch.bfloat16))
+    model = load_drafter(DRAFTER, *tables(model_dir))
     plan = GenerationPlan(num_rows=6, max_prompt_len=128, max_answer_len=64)
     taps = model.config.target_layer_ids
-    target = FrozenTarget(model_dir, taps, torch.bfloat16, plan.max_len)
+    target = FrozenTarget(model_dir, taps, compute_dtype(), plan.max_len)
     prompts = [
         Prompt(f"{domain}-{i}", domain, text, 0.0)  # type: ignore[arg-type]
         for domain, texts in QUESTIONS.items()
         for i, text in enumerate(texts)
     ]
-    writer = OnPolicyWriter(target, ChatText(model_dir), plan, 2, ShardWriter(tmp_path, 0))
+    writer = OnPolicyWriter(target, ChatText(model_dir), plan, ShardWriter(tmp_path, 0))
     writer.run(prompts, 10_000)
     result, blocks = evaluate(model, OnPolicyDataset(tmp_path), (5,))
     assert set(result) == set(QUESTIONS)
