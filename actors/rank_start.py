@@ -40,6 +40,8 @@ def limits_of(spec: TargetSpec, config: ClusterConfig) -> RankLimits:
         gamma=gamma_of(config),
         max_wait_s=config.drafter.max_wait_ms / 1000,
         explain_rounds=config.policy.explain_rounds,
+        prefix_cache=config.target.prefix_cache,
+        model_identity=spec.identity,
     )
 
 

@@ -101,6 +101,9 @@ class TargetConfig(Section):
     )
     block_size: int = Field(16, ge=1, le=256, description="KV cache block, in tokens.")
     kv_cache_tokens: int = Field(32768, ge=64, description="KV cache of one rank, in tokens.")
+    prefix_cache: bool = Field(
+        True, description="Whether prompts that begin alike share KV and draft context."
+    )
     max_running: int = Field(32, ge=1, description="Requests that run at once on one rank.")
     max_waiting: int = Field(
         128, ge=0, description="Granted requests that may wait for a place on one rank."

@@ -30,6 +30,8 @@ class RankLimits:
     max_wait_s: float = 0.25  # for a proposal
     reservation_ttl_s: float = 10.0
     explain_rounds: int = 0  # kept a request; 0: only of those that ask
+    prefix_cache: bool = True  # share what prompts begin with
+    model_identity: str = ""  # of whatever K/V and features depend on besides tokens
 
     def __post_init__(self) -> None:
         # One round with a full block, plus one token of prefill beside it.

@@ -210,8 +210,11 @@ class Rank:
     def apply(self, plan: StepPlan, result: StepResult, now: float, step_time_s: float) -> Outgoing:
         """Commit a step: token deltas, features for the drafters, the report for the allocator."""
         flight, book = self._land(plan), self.book
+        book.cache.keep(plan, result.features)
         commit = commit_step(flight, result, book.table)
         self.landed = flight, commit
+        for request in flight.rows:
+            book.cache.note(request)
         for request in commit.prefilled:
             book.prefilling.remove(request)
         for request in commit.ended:

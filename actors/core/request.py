@@ -65,10 +65,13 @@ class Request:
         "arrival",
         "committed_len",
         "context_len",
+        "digests",
         "drafter",
         "lease",
         "log",
         "num_accepted",
+        "num_cached",
+        "num_named",
         "num_output",
         "num_proposed",
         "num_rounds",
@@ -94,6 +97,11 @@ class Request:
         self.token_ids[: self.prompt_len] = admitted.prompt_ids
         self.committed_len = self.prompt_len
         self.context_len = 0
+        self.num_cached = 0  # tokens of its prompt that another request had computed
+        self.digests: list[
+            bytes
+        ] = []  # of its blocks from the first one on, as far as they were asked for
+        self.num_named = 0  # leading blocks of its lease that the pool knows by content
         self.num_output = admitted.num_prior_tokens
         self.stop_token_ids = frozenset(admitted.stop_token_ids)
         self.num_rounds = self.num_proposed = self.num_scheduled = self.num_accepted = 0
@@ -140,6 +148,12 @@ class Request:
         assert self.phase is Phase.PREFILLING and 0 < chunk_len <= self.num_prefill_left
         self.context_len += chunk_len
 
+    def skip_prefill(self, num_tokens: int) -> None:
+        """The K/V of the next `num_tokens` prompt tokens lie in its blocks already."""
+        assert self.phase is Phase.PREFILLING and 0 < num_tokens < self.num_prefill_left
+        self.context_len += num_tokens
+        self.num_cached += num_tokens
+
     def commit(self, token_ids: list[int]) -> tuple[Sequence[int], FinishReason | None]:
         """Append what a step committed; returns the part that entered the stream, and why it ended.
 
@@ -183,6 +197,7 @@ class Request:
             self.num_accepted,
             error,
             tuple(logprobs[: len(token_ids)]),
+            self.num_cached,
         )
 
 

@@ -18,6 +18,7 @@ from actors.core.messages import (
     Reserve,
     TokenDelta,
 )
+from actors.core.prefix_cache import PrefixCache
 from actors.core.rank_counters import RankCounters
 from actors.core.request import Request
 from actors.core.row_table import RowTable
@@ -38,8 +39,11 @@ class RequestBook:
         self.table = RowTable(
             limits.max_running, self.pool.blocks_for(limits.max_model_len), limits.gamma
         )
+        self.cache = PrefixCache(self.pool, limits.model_identity, limits.prefix_cache)
         self.desk = AdmissionDesk(self.pool, limits, rank.name)
-        self.drafts = DraftExchange(self.table, rank, limits.max_wait_s, limits.vocab_size)
+        self.drafts = DraftExchange(
+            self.table, self.cache, rank, limits.max_wait_s, limits.vocab_size
+        )
         self.logs = LogShelf(limits.explain_rounds)
         self.live: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -103,12 +107,16 @@ class RequestBook:
             self._counters.num_aborted += 1
 
     def start_waiting(self) -> None:
-        """Give free slots to those that wait: the lowest priority number first, then first come first served."""
+        """Give free slots to those that wait: the lowest priority number first, then first come first served.
+        Prompts go on behind what is known of them by now, be it only since the last step."""
         while self.waiting and self.table.num_free:
             request = min(self.waiting, key=lambda r: (r.admitted.priority, r.arrival))
             self.waiting.remove(request)
             self.table.place(request)
+            self.cache.ask(request)
             self.prefilling.append(request)
+        for request in self.prefilling:
+            self.cache.adopt(request, self.table)
 
     def end(self, request: Request) -> None:
         """The one way out: frees draft state now, slot and blocks as soon as no step uses them."""

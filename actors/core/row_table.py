@@ -59,6 +59,7 @@ class RowTable:
         )  # it could use one; none was asked for
         self.asked_at = np.zeros(num_slots, np.float64)  # seconds
         self.drafter_index = np.full(num_slots, -1, np.int64)
+        self.draft_len = np.zeros(num_slots, np.int32)  # tokens whose features its drafter was told
         # --- the draft it has ---
         self.has_draft: Mask = np.zeros(num_slots, np.bool_)
         self.draft_token_ids = np.zeros((num_slots, gamma), np.int32)
