@@ -12,6 +12,7 @@ free, since it can be taken at any time), or held by one lease or several.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,15 @@ class BlockLease:
     def num_tokens(self) -> int:
         """Tokens whose K/V the lease has room for."""
         return len(self._blocks) * self._pool.block_size
+
+    def extend(self, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; False, and nothing taken, when the pool has too few blocks."""
+        missing = self._pool.blocks_for(num_tokens) - len(self.blocks)
+        if missing > self._pool.num_free:
+            return False
+        if missing > 0:
+            self._blocks = np.concatenate((self._blocks, self._pool._take(missing)))
+        return True
 
     def share(self, index: int, block: int) -> None:
         """Hold the named `block` as the one at `index`, instead of an own one without a name."""
@@ -101,13 +111,22 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def lease(self, num_tokens: int) -> BlockLease | None:
-        """Blocks for `num_tokens` tokens, or None when the pool has too few. Never takes a part of them."""
+    def lease(
+        self, num_tokens: int, shared: Sequence[int] = (), spare: int = 0
+    ) -> BlockLease | None:
+        """Blocks for `num_tokens` tokens, the named ones in `shared` first.
+
+        None when fewer than `spare` blocks would be left free; nothing is taken then.
+        """
         assert num_tokens > 0, f"a lease of {num_tokens} tokens"
-        needed = self.blocks_for(num_tokens)
-        if needed > self.num_free:
+        needed = self.blocks_for(num_tokens) - len(shared)
+        num_awake = sum(block in self._unused for block in shared)
+        if needed + num_awake + spare > self.num_free:
             return None
-        lease = BlockLease(self, self._next_lease_id, self._take(needed))
+        for block in shared:
+            self._hold(block)
+        blocks = np.concatenate((np.array(shared, np.int32), self._take(needed)))
+        lease = BlockLease(self, self._next_lease_id, blocks)
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
         return lease

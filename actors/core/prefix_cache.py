@@ -34,9 +34,9 @@ class PrefixCache:
     """What a rank still knows of prompts and outputs it has computed.
 
     Attributes:
-        num_asked_tokens: prompt tokens of all requests that got a place.
+        num_asked_tokens: tokens to be computed before their first one, of all requests that got a place.
         num_hit_tokens: those of them that did not have to be computed.
-        num_hits: requests that found anything.
+        num_hits: requests that found anything of it when they got their place.
     """
 
     def __init__(self, pool: BlockPool, model_identity: str, enabled: bool) -> None:
@@ -46,32 +46,43 @@ class PrefixCache:
         self._root = hashlib.sha256(model_identity.encode()).digest()
         self._features: Features | None = None  # [num_blocks * block_size, feature_dim]
 
-    def ask(self, request: Request) -> None:
-        """Note a prompt that got its place in the batch."""
+    def known_blocks(self, request: Request) -> list[int]:
+        """The blocks that hold what the request has to compute next, as far as they are known without a gap."""
+        known: list[int] = []
+        size = self._pool.block_size
+        index = request.context_len // size
+        most = (request.context_len + request.num_prefill_left - 1) // size
+        while self.enabled and index + len(known) < most:
+            block = self._pool.find(self._digest(request, index + len(known)))
+            if block is None:
+                break
+            known.append(block)
+        return known
+
+    def begin(self, request: Request, num_known: int, table: RowTable) -> None:
+        """A request got its place, with blocks of which the first `num_known` are known."""
         if self.enabled:
             self.num_asked_tokens += request.num_prefill_left
+            self.num_hits += num_known > 0
+        self._skip(request, num_known, table)
 
     def adopt(self, request: Request, table: RowTable) -> None:
         """Let a request in prefill go on behind all that is known of its prompt; its last token is always computed.
 
         A block it has filled in part is given up for the known, full one.
         """
-        if not self.enabled:
-            return
-        size, start = self._pool.block_size, request.context_len
-        first = end = start // size
-        most = (start + request.num_prefill_left - 1) // size
-        while end < most and (block := self._pool.find(self._digest(request, end))) is not None:
-            request.lease.share(end, block)
-            end += 1
-        if end == first:
-            return
-        self.num_hits += request.num_cached == 0
-        self.num_hit_tokens += end * size - start
-        request.skip_prefill(end * size - start)
-        request.num_named = end
-        table.block_table[request.slot, first:end] = request.lease.blocks[first:end]
-        table.advance(request)
+        first, known = request.context_len // self._pool.block_size, self.known_blocks(request)
+        if known:
+            table.share(request, first, known)
+            self._skip(request, first + len(known), table)
+
+    def _skip(self, request: Request, num_known: int, table: RowTable) -> None:
+        num_tokens = num_known * self._pool.block_size - request.context_len
+        if num_tokens > 0:
+            self.num_hit_tokens += num_tokens
+            request.skip_prefill(num_tokens)
+            request.num_named = num_known
+            table.advance(request)
 
     def keep(self, plan: StepPlan, features: Features | None) -> None:
         """Keep the features of a step beside the K/V it wrote. Those of refused tokens go when their slots do."""

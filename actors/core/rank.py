@@ -140,6 +140,7 @@ class Rank:
         assert self._in_flight is None, "the last step was neither applied nor failed"
         book, table, limits = self.book, self.book.table, self.limits
         book.desk.expire(now)
+        book.make_room()
         book.start_waiting()
         ready = self._ready_rounds(now)
         if ready is None or not (len(ready) or book.prefilling):
@@ -228,8 +229,9 @@ class Rank:
         # Drafters first: the next step may have to wait for them.
         kept = commit.num_kept
         asked = self._choose_drafting(book.drafts.askable(flight.rows, kept))
-        out = book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
-        out += book.drafts.flush()
+        # Of them what is over first: a preempted request may have been opened again.
+        out = book.drafts.flush()
+        out += book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
         out += self._deltas(commit.deltas)
         self.report = step_report(self.endpoint, book, flight, commit, step_time_s)
         if self.allocator is not None:

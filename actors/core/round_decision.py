@@ -33,6 +33,7 @@ def decide_rounds(
     """Decide for the slots `rounds` [R], with `room` draft tokens in the step."""
     has_draft = table.has_draft[rounds]
     longest = np.minimum(table.num_remaining[rounds] - 1, limits.gamma)
+    longest = np.minimum(longest, table.draft_room(rounds))
     caps = np.where(has_draft, longest, 0).astype(np.int32)
     drafted = Drafted(
         table.confidences[rounds],

@@ -25,8 +25,8 @@ def place(
     lease = pool.lease(prompt_len + 30)
     assert lease is not None
     message = admitted(name, [ord(name[0]) % 50] * prompt_len, 30, top_k=len(name))
-    request = Request(message, lease, arrival=table.num_slots - table.num_free)
-    table.place(request)
+    request = Request(message, arrival=table.num_slots - table.num_free)
+    table.place(request, lease)
     if num_output:
         request.advance_prefill(prompt_len)
         for token in range(num_output):
@@ -119,7 +119,7 @@ def test_a_cleared_slot_keeps_nothing_for_the_next_request() -> None:
     first = place(table, pool, "first", 20, num_output=3)
     table.has_draft[0] = table.wants_draft[0] = True
     table.clear(0)
-    first.lease.release()
+    first.give_back()
     with pytest.raises(AssertionError, match="cleared twice"):
         table.clear(0)
     assert not table.is_running[0]
