@@ -30,6 +30,7 @@ class RankLimits:
     max_wait_s: float = 0.25  # for a proposal
     reservation_ttl_s: float = 10.0
     explain_rounds: int = 0  # kept a request; 0: only of those that ask
+    max_step_stretch: float = 2.5  # by prefill, of a step with rounds
     prefix_cache: bool = True  # share what prompts begin with
     model_identity: str = ""  # of whatever K/V and features depend on besides tokens
 

@@ -52,10 +52,14 @@ class RequestBook:
         self._counters = counters
         self._is_in_step = is_in_step
 
-    def reserve(
-        self, message: Reserve, retry_after_s: float | None, now: float
-    ) -> ReservationReply:
+    def reserve(self, message: Reserve, step_time_s: float, now: float) -> ReservationReply:
+        """Answer for room; whoever gets none may come back when the first running request should be over."""
         self.desk.expire(now)
+        left = self.table.num_remaining[self.table.is_running]
+        retry_after_s = None
+        if len(left) and step_time_s:
+            acceptance_length = max(1.0, self._counters.acceptance.acceptance_length)
+            retry_after_s = float(left.min()) / acceptance_length * step_time_s
         return self.desk.reserve(message, self.live.values(), retry_after_s, now)
 
     def admit(self, message: AdmittedRequest) -> TokenDelta | None:
