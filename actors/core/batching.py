@@ -46,14 +46,15 @@ def shape_step(
     When more rounds are ready than fit, those that waited longest run.
     """
     prefill_left = sum(request.num_prefill_left for request in prefilling)
-    most = min(prefill_left, pace.most_tokens(len(ready), 0, max_batch_tokens - len(ready)))
-    floor = min(prefill_left, max(1, max_batch_tokens // _PREFILL_SHARE), max(1, most))
+    most = min(prefill_left, pace.most_tokens(len(ready), 0, max_batch_tokens))
+    floor = min(most, max(1, max_batch_tokens // _PREFILL_SHARE))
     max_rounds = max_batch_tokens - floor
     if len(ready) > max_rounds:
         oldest_first = np.lexsort((table.arrival[ready], table.last_step[ready]))
         ready = ready[oldest_first[:max_rounds]]
     rounds = ready[np.argsort(table.arrival[ready])]
-    return StepShape(rounds, floor, max_rounds - len(rounds), max(floor, most))
+    most = min(most, max_batch_tokens - len(rounds))
+    return StepShape(rounds, floor, most, max_draft_tokens=max_rounds - len(rounds))
 
 
 def split_prefill(prefilling: Sequence[Request], num_tokens: int) -> list[tuple[Request, int]]:
