@@ -40,7 +40,22 @@ def limits_of(spec: TargetSpec, config: ClusterConfig) -> RankLimits:
         gamma=gamma_of(config),
         max_wait_s=config.drafter.max_wait_ms / 1000,
         explain_rounds=config.policy.explain_rounds,
+        max_step_stretch=config.target.max_step_stretch,
+        prefix_cache=config.target.prefix_cache,
+        model_identity=spec.identity,
     )
+
+
+def rank_of(
+    endpoint: Endpoint,
+    spec: TargetSpec,
+    config: ClusterConfig,
+    decider: TimedDecider,
+    policy: LocalPolicy,
+) -> Rank:
+    """The rank of a loaded target."""
+    limits, calibration = limits_of(spec, config), calibration_of(config)
+    return Rank(endpoint, limits, decider, calibration, policy.times)
 
 
 def gamma_of(config: ClusterConfig) -> int:

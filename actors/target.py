@@ -22,13 +22,12 @@ from actors.group_member import GroupMember
 from actors.link import Role
 from actors.rank_start import (
     MeasureSteps,
-    calibration_of,
     decider_of,
     farewells,
     gamma_of,
-    limits_of,
     measured_times,
     policy_of,
+    rank_of,
     rows_are_invariant,
 )
 from actors.shell import Peers, Seat, Shell
@@ -113,7 +112,7 @@ class TargetActor(Shell):
         if self._profile.problem:
             self._warn(self._profile.problem)
         self._decider = decider_of(endpoint, config, self._policy)
-        self._rank = Rank(endpoint, limits_of(spec, config), self._decider, calibration_of(config))
+        self._rank = rank_of(endpoint, spec, config, self._decider, self._policy)
         self._spec = spec
         self._spans = RankSpans(endpoint.name, tracing.tracer())
         return note

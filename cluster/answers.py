@@ -60,6 +60,10 @@ class Answer:
         return len(self._live.journal.order.prompt_ids)
 
     @property
+    def num_cached_tokens(self) -> int:
+        return self._live.journal.num_cached
+
+    @property
     def num_tokens(self) -> int:
         return len(self._live.journal.token_ids)
 

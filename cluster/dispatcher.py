@@ -169,7 +169,8 @@ class Dispatcher:
     async def place(self, stream: LiveStream) -> None:
         """Reserve on one rank after the other, best first, and admit on the first that grants."""
         loop = asyncio.get_running_loop()
-        candidates = self.router.candidates(loop.time(), stream.journal.order.rank)
+        order = stream.journal.order
+        candidates = self.router.candidates(loop.time(), order.rank, order.prompt_ids)
         if not candidates:
             raise NoReadyRankError(self.router.why_unready())
         refusals: list[ReservationReply] = []
@@ -198,6 +199,7 @@ class Dispatcher:
             if reply is None or not reply.granted:
                 self.router.end(rank.name)
         if reply is not None and reply.granted:
+            self.router.placed(rank.name, stream.journal.order.prompt_ids)
             admission = stream.attach(rank)
             self.link.send(rank, admission)
             self.counters.num_placed += 1

@@ -33,6 +33,8 @@ RANK_COUNTERS = (
     ("dspark:rank_finished_requests", "Requests that met a stop condition.", "num_finished"),
     ("dspark:rank_aborted_requests", "Requests ended from outside.", "num_aborted"),
     ("dspark:rank_failed_requests", "Requests the rank could not go on with.", "num_failed"),
+    ("dspark:prefix_hits", "Prompts whose beginning was known.", "num_prefix_hits"),
+    ("dspark:prefix_evictions", "Known blocks given up for others.", "num_prefix_evictions"),
     ("dspark:preempted_requests", "Requests that gave their KV up for a while.", "num_preempted"),
     ("dspark:failed_steps", "Steps the engine could not compute.", "num_engine_failures"),
     ("dspark:idle_problems", "Things not back at their baseline when idle.", "num_idle_problems"),
@@ -44,6 +46,7 @@ RANK_GAUGES = (
     ("dspark:max_running_requests", "Places in the batch.", "max_running"),
     ("dspark:kv_blocks", "KV blocks of the rank.", "num_blocks"),
     ("dspark:kv_free_blocks", "KV blocks nobody holds.", "num_free_blocks"),
+    ("dspark:kv_cached_blocks", "Those kept for prompts to come.", "num_cached_blocks"),
     ("dspark:step_time_seconds", "Recent mean time of a step.", "step_time_s"),
 )
 RANK_SECONDS = (
@@ -183,6 +186,9 @@ def _rank(page: Page, name: str, stats: dict[str, Any], model: str) -> None:
     vllm = {"model_name": model, "engine": name}
     used = 1.0 - stats["num_free_blocks"] / stats["num_blocks"]
     page.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0 to 1).", used, **vllm)
+    asked, hit = stats["num_prefix_asked_tokens"], stats["num_prefix_hit_tokens"]
+    page.counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", asked, **vllm)
+    page.counter("vllm:prefix_cache_hits", "Prompt tokens not computed again.", hit, **vllm)
     waiting = stats["num_waiting"]
     page.gauge("vllm:num_requests_waiting", "Admitted, no place yet.", waiting, **vllm)
     step = stats["last_step"]

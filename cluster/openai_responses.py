@@ -26,14 +26,17 @@ def sse_event(content: dict[str, Any]) -> bytes:
 
 
 def usage_of(
-    num_prompt_tokens: int, num_completion_tokens: int, counts: SpeculationCounts
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    num_completion_tokens: int,
+    counts: SpeculationCounts,
 ) -> dict[str, Any]:
     """OpenAI's usage, with ours beside it. Rejected = scheduled − accepted: trimming is not rejection."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},  # there is no prefix cache
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {
             "accepted_prediction_tokens": counts.num_accepted,
             "rejected_prediction_tokens": counts.num_scheduled - counts.num_accepted,

@@ -162,5 +162,10 @@ def _usage(answers: list[Answer]) -> dict[str, Any]:
     counts = answers[0].counts
     for answer in answers[1:]:
         counts += answer.counts
-    num_prompt = sum(a.num_prompt_tokens for a in answers if a.job.is_first_choice)
-    return usage_of(num_prompt, sum(answer.num_tokens for answer in answers), counts)
+    first = [answer for answer in answers if answer.job.is_first_choice]
+    return usage_of(
+        sum(answer.num_prompt_tokens for answer in first),
+        sum(answer.num_cached_tokens for answer in first),
+        sum(answer.num_tokens for answer in answers),
+        counts,
+    )

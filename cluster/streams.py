@@ -87,6 +87,7 @@ class StreamJournal:
         self.generation = -1  # not placed yet
         self.finish_reason: FinishReason | None = None
         self.num_late = 0
+        self.num_cached = 0  # prompt tokens that the rank which sent the first token had already
         self._earlier = SpeculationCounts()  # of generations that are over
         self._current = SpeculationCounts()
 
@@ -151,6 +152,8 @@ class StreamJournal:
         fresh = delta.token_ids[held - delta.first_index :]
         self.token_ids.extend(fresh)
         self.logprobs.extend(delta.logprobs[held - delta.first_index :])
+        if fresh and delta.first_index == 0:
+            self.num_cached = delta.num_cached
         if self.order.provenance and fresh:
             self.origins += origins_of(self._current, delta)[-len(fresh) :]
         self._fold(delta)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from actors.core.kv_blocks import BlockLease, BlockPool
+from actors.core.kv_blocks import BlockPool
 from actors.core.messages import AdmittedRequest, ReservationReply, Reserve
 from actors.core.request import Request, Reservation, worst_case_len
 
@@ -30,6 +30,9 @@ class RankLimits:
     max_wait_s: float = 0.25  # for a proposal
     reservation_ttl_s: float = 10.0
     explain_rounds: int = 0  # kept a request; 0: only of those that ask
+    max_step_stretch: float = 2.5  # by prefill, of a step with rounds
+    prefix_cache: bool = True  # share what prompts begin with
+    model_identity: str = ""  # of whatever K/V and features depend on besides tokens
 
     def __post_init__(self) -> None:
         # One round with a full block, plus one token of prefill beside it.
@@ -38,7 +41,11 @@ class RankLimits:
 
 
 class AdmissionDesk:
-    """Reservations of one rank. A granted reservation that nobody uses frees itself."""
+    """Reservations of one rank. A granted reservation that nobody uses frees itself.
+
+    A reservation is a place in line, granted while the prompts of all that are here and reserved fit into the memory
+    at once, as far as they have got; blocks are taken when a request starts and as it grows (`block_room`).
+    """
 
     def __init__(self, pool: BlockPool, limits: RankLimits, rank: str) -> None:
         self._pool = pool
@@ -56,41 +63,44 @@ class AdmissionDesk:
         return len(self._reservations)
 
     def reserve(
-        self, message: Reserve, num_live: int, retry_after_s: float | None, now: float
+        self, message: Reserve, live: Collection[Request], retry_after_s: float | None, now: float
     ) -> ReservationReply:
-        """Grant room for the worst case, or say what is missing. Asking again renews the same reservation."""
-        if message.request_id in self._reservations:
-            lease = self._reservations[message.request_id].lease
-        else:
-            outcome = self._lease_for(message, num_live)
-            if isinstance(outcome, str):
+        """Grant a place, or say what is missing. Asking again renews the same reservation."""
+        if message.request_id not in self._reservations:
+            refusal = self._refusal(message, live)
+            if refusal:
                 self.num_refused += 1
                 never_fits = self._never_fits(message.prompt_len + message.max_new_tokens)
                 retry = _DEFAULT_RETRY_S if retry_after_s is None else retry_after_s
                 retry = 0.0 if never_fits else min(max(retry, 0.05), _MAX_RETRY_S)
-                return ReservationReply(self._rank, message.request_id, False, outcome, retry)
-            lease = outcome
+                return ReservationReply(self._rank, message.request_id, False, refusal, retry)
         self._reservations[message.request_id] = Reservation(
-            message.request_id, message.reply_to, lease, now + self._limits.reservation_ttl_s
+            message.request_id,
+            message.reply_to,
+            message.prompt_len,
+            now + self._limits.reservation_ttl_s,
         )
         return ReservationReply(self._rank, message.request_id, granted=True)
 
-    def _lease_for(self, message: Reserve, num_live: int) -> BlockLease | str:
+    def _refusal(self, message: Reserve, live: Collection[Request]) -> str:
         limits = self._limits
         if self.draining:
             return "the rank is draining: send the request to another"
-        num_tokens = message.prompt_len + message.max_new_tokens
         if message.prompt_len < 1 or message.max_new_tokens < 0:
             return f"prompt_len={message.prompt_len}, max_new_tokens={message.max_new_tokens}"
-        if reason := self._never_fits(num_tokens):
+        if reason := self._never_fits(message.prompt_len + message.max_new_tokens):
             return reason
-        if num_live + len(self._reservations) >= limits.max_running + limits.max_waiting:
-            return f"{num_live + len(self._reservations)} requests are running or waiting"
-        lease = self._pool.lease(num_tokens)
-        if lease is None:
-            needed = self._pool.blocks_for(num_tokens)
-            return f"{needed} KV blocks needed, {self._pool.num_free} are free"
-        return lease
+        if len(live) + len(self._reservations) >= limits.max_running + limits.max_waiting:
+            return f"{len(live) + len(self._reservations)} requests are running or waiting"
+        return self._no_room(message.prompt_len, live)
+
+    def _no_room(self, num_tokens: int, live: Collection[Request]) -> str:
+        """What is missing for a prompt beside all that are here and reserved; empty when nothing is."""
+        pool = self._pool
+        wanted = sum(pool.blocks_for(request.committed_len) for request in live)
+        wanted += sum(pool.blocks_for(r.prompt_len) for r in self._reservations.values())
+        needed, free = pool.blocks_for(num_tokens), max(0, pool.num_blocks - wanted)
+        return "" if needed <= free else f"{needed} KV blocks needed, {free} are free"
 
     def _never_fits(self, num_tokens: int) -> str:
         limit = min(self._limits.max_model_len, self._pool.num_blocks * self._pool.block_size)
@@ -107,25 +117,15 @@ class AdmissionDesk:
         """Whether this generation, or a later one, was already ended here: a repeated or late message."""
         return generation <= self._ended.get(request_id, generation - 1)
 
-    def admit(self, message: AdmittedRequest) -> Request | str:
+    def admit(self, message: AdmittedRequest, live: Collection[Request]) -> Request | str:
         """Turn a reservation into a request. Returns what is wrong otherwise; nothing stays reserved then."""
         reservation = self._reservations.pop(message.request_id, None)
-        lease = None if reservation is None else reservation.lease
-        problem = self._problem_with(message)
-        if not problem:
-            num_tokens = worst_case_len(message)
-            if lease is not None and lease.num_tokens < num_tokens:
-                lease.release()
-                lease = None
-            if lease is None:
-                lease = self._pool.lease(num_tokens)
-            if lease is not None:
-                self._num_arrivals += 1
-                return Request(message, lease, self._num_arrivals)
-            problem = "no reservation is held for it and no room is left: reserve again"
-        elif lease is not None:
-            lease.release()
-        return problem
+        if problem := self._problem_with(message):
+            return problem
+        if reservation is None and self._no_room(len(message.prompt_ids), live):
+            return "no reservation is held for it and no room is left: reserve again"
+        self._num_arrivals += 1
+        return Request(message, self._num_arrivals)
 
     def _problem_with(self, message: AdmittedRequest) -> str:
         prompt = message.prompt_ids
@@ -145,9 +145,7 @@ class AdmissionDesk:
         return self._never_fits(worst_case_len(message))
 
     def cancel(self, request_id: str) -> None:
-        reservation = self._reservations.pop(request_id, None)
-        if reservation is not None:
-            reservation.lease.release()
+        self._reservations.pop(request_id, None)
 
     def end(self, request_id: str, generation: int) -> None:
         """Remember that this generation is over, so that a repeated message does not start it again."""

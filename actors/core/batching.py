@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.layout import DraftTokens, SpecialRow, StepPlan
+from actors.core.prefill_pace import PrefillPace
 from actors.core.request import Request
 from actors.core.row_table import Mask, RowTable, Slots
-from actors.core.verify_decision import DraftFacts
 
 Int32 = npt.NDArray[np.int32]
 
@@ -30,38 +30,31 @@ class StepShape:
 
     rounds: Slots  # [R] slots that run a round, earlier arrivals first
     prefill_floor: int  # tokens kept for prompts
+    max_prefill: int  # tokens of prompts beside rounds without drafts
     max_draft_tokens: int  # what the step has room for
 
 
 def shape_step(
-    table: RowTable, ready: Slots, prefilling: Sequence[Request], max_batch_tokens: int
+    table: RowTable,
+    ready: Slots,
+    prefilling: Sequence[Request],
+    max_batch_tokens: int,
+    pace: PrefillPace,
 ) -> StepShape:
     """Choose the rounds of a step among the `ready` slots and set room aside for prefill.
 
     When more rounds are ready than fit, those that waited longest run.
     """
     prefill_left = sum(request.num_prefill_left for request in prefilling)
-    floor = min(prefill_left, max(1, max_batch_tokens // _PREFILL_SHARE))
+    most = min(prefill_left, pace.most_tokens(len(ready), 0, max_batch_tokens))
+    floor = min(most, max(1, max_batch_tokens // _PREFILL_SHARE))
     max_rounds = max_batch_tokens - floor
     if len(ready) > max_rounds:
         oldest_first = np.lexsort((table.arrival[ready], table.last_step[ready]))
         ready = ready[oldest_first[:max_rounds]]
     rounds = ready[np.argsort(table.arrival[ready])]
-    return StepShape(rounds, floor, max_rounds - len(rounds))
-
-
-def draft_facts(
-    step: int,
-    table: RowTable,
-    num_askable: int,
-    prefilling: Sequence[Request],
-    max_batch_tokens: int,
-) -> DraftFacts:
-    """What the step to come looks like before any block of it exists."""
-    num_rounds = int(table.is_running.sum())
-    room = max(0, max_batch_tokens - num_rounds)
-    prefill_left = sum(request.num_prefill_left for request in prefilling)
-    return DraftFacts(step, num_askable, num_rounds, min(prefill_left, room), room)
+    most = min(most, max_batch_tokens - len(rounds))
+    return StepShape(rounds, floor, most, max_draft_tokens=max_rounds - len(rounds))
 
 
 def split_prefill(prefilling: Sequence[Request], num_tokens: int) -> list[tuple[Request, int]]:

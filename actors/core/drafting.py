@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.draft_feed import feed_of
 from actors.core.layout import StepPlan
 from actors.core.messages import CloseDraft, CommitBatch, Endpoint, Message, ProposalBatch
+from actors.core.prefix_cache import Features, PrefixCache
 from actors.core.request import Request
 from actors.core.row_table import Mask, RowTable, Slots
 
-Features = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 _MAX_BACKOFF_STEPS = 64
@@ -65,8 +66,16 @@ class Outlook:
 class DraftExchange:
     """Drafters of one rank, and the blocks asked of them."""
 
-    def __init__(self, table: RowTable, rank: Endpoint, max_wait_s: float, vocab_size: int) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        cache: PrefixCache,
+        rank: Endpoint,
+        max_wait_s: float,
+        vocab_size: int,
+    ) -> None:
         self._table = table
+        self._cache = cache
         self._rank = rank
         self._max_wait_s = max_wait_s
         self._vocab_size = vocab_size
@@ -106,6 +115,7 @@ class DraftExchange:
             return
         table.wants_draft[slot] = table.has_draft[slot] = False
         table.drafter_index[slot] = index
+        table.draft_len[slot] = 0
         if state is None:
             request.drafter = None
         else:
@@ -118,6 +128,7 @@ class DraftExchange:
         state.num_requests += 1
         request.drafter = state.endpoint.name
         self._table.drafter_index[request.slot] = state.index
+        self._table.draft_len[request.slot] = 0
 
     def receive(self, batch: ProposalBatch, requests: Mapping[str, Request], now: float) -> None:
         """Store the rows somebody waits for; drop and count the others."""
@@ -217,9 +228,6 @@ class DraftExchange:
             if rows[row].drafter is None:
                 self._assign(rows[row])
         slots = np.array([request.slot for request in rows], np.intp)
-        row_of_token = np.repeat(np.arange(len(rows)), np.diff(plan.cu_query_len))
-        offset = np.arange(plan.batch_tokens) - plan.cu_query_len[row_of_token]
-        is_kept = offset < num_kept[row_of_token]
         if features is None:  # a target without taps, for a drafter that only reads tokens
             features = np.zeros((plan.batch_tokens, 0), np.float32)
         out: list[tuple[Endpoint, Message]] = []
@@ -229,32 +237,31 @@ class DraftExchange:
                 continue
             chosen = np.flatnonzero(mine)
             own = slots[chosen]
-            cu_feature_len = np.zeros(len(chosen) + 1, np.int32)
-            np.cumsum(num_kept[chosen], out=cu_feature_len[1:])
+            feed = feed_of(plan, features, rows, num_kept * mine, table, self._cache)
             batch = CommitBatch(
                 rank=self._rank,
                 step=plan.step,
                 request_ids=tuple(rows[row].request_id for row in chosen.tolist()),
                 generations=table.generation[own],
-                committed_lens=table.committed_len[own],
-                anchor_token_ids=table.anchor_token_id[own],
-                wants_block=self._ask(own, asked, now),
-                first_positions=plan.context_len[chosen],
-                cu_feature_len=cu_feature_len,
-                token_ids=plan.token_ids[is_kept & mine[row_of_token]],
-                features=features[is_kept & mine[row_of_token]],
+                committed_lens=feed.committed_lens,
+                anchor_token_ids=feed.anchor_token_ids,
+                wants_block=self._ask(own, feed.is_whole, asked, now),
+                first_positions=feed.first_positions,
+                cu_feature_len=feed.cu_feature_len,
+                token_ids=feed.token_ids,
+                features=feed.features,
                 verify_lens=plan.verify_len[chosen],
                 sampling=table.sampling.rows(own),
             )
             out.append((state.endpoint, batch))
         return out
 
-    def _ask(self, slots: Slots, asked: Mask, now: float) -> Mask:
-        """Note who is asked for a block, and who past the prompt is not."""
+    def _ask(self, slots: Slots, is_whole: Mask, asked: Mask, now: float) -> Mask:
+        """Note who is asked for a block, and who past the prompt is not although one could be drafted."""
         table = self._table
-        wants: Mask = asked[slots]
+        wants: Mask = asked[slots] & is_whole
         table.wants_draft[slots] = table.is_due[slots] = wants
-        table.is_unasked[slots] = table.is_running[slots] & ~wants
+        table.is_unasked[slots] = table.is_running[slots] & is_whole & ~wants
         table.asked_at[slots] = now
         return wants
 

@@ -120,7 +120,8 @@ class CommitBatch:
 
     `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns rows
     `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`. A
-    request not seen yet is opened; where rows are missing in between (a restart), the context starts anew behind them.
+    request not seen yet is opened; where rows are missing in between, the context starts anew behind them. Rows of
+    earlier steps may come first: those of a cached prefix, or of a request whose drafter is new.
     """
 
     rank: Endpoint
@@ -225,6 +226,7 @@ class TokenDelta:
     num_accepted: int = 0  # those that entered the stream
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
+    num_cached: int = 0  # prompt tokens whose K/V the rank had already
 
 
 @dataclass(frozen=True)

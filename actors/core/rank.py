@@ -17,7 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.core.admission import RankLimits
-from actors.core.batching import build_plan, draft_facts, request_at, shape_step, split_prefill
+from actors.core.batching import (
+    build_plan,
+    request_at,
+    shape_step,
+    split_prefill,
+)
+from actors.core.draft_choice import choose_drafting
 from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import (
     AbortRequest,
@@ -31,13 +37,15 @@ from actors.core.messages import (
     TokenDeltas,
     VerifyBudget,
 )
+from actors.core.prefill_pace import PrefillPace
 from actors.core.rank_calibration import RankCalibration
 from actors.core.rank_counters import RankCounters
 from actors.core.rank_report import idle_report, step_report
 from actors.core.request import Request
 from actors.core.request_book import RequestBook
 from actors.core.round_decision import decide_rounds
-from actors.core.row_table import Mask, Slots
+from actors.core.row_table import Slots
+from actors.core.sps import RankTimes
 from actors.core.step_commit import Commit, StepInFlight, commit_step, learn_from
 from actors.core.verify_decision import VerifyDecider
 
@@ -69,11 +77,13 @@ class Rank:
         limits: RankLimits,
         decider: VerifyDecider,
         calibration: RankCalibration | None = None,
+        times: RankTimes | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.limits = limits
         self.decider = decider
         self.calibration = calibration or RankCalibration(limits.gamma)
+        self.pace = PrefillPace(limits.max_step_stretch, times)
         self.counters = RankCounters(limits.gamma)
         self.book = RequestBook(endpoint, limits, self.counters, self._is_in_step)
         self.allocator: Endpoint | None = None
@@ -102,7 +112,7 @@ class Rank:
             case VerifyBudget():
                 self.decider.budgets.offer(message, self._step)
             case Reserve():
-                reply = book.reserve(message, self._retry_after_s(), now)
+                reply = book.reserve(message, self.step_time_s, now)
                 return [(message.reply_to, reply)]
             case AdmittedRequest():
                 last = book.admit(message)
@@ -140,18 +150,20 @@ class Rank:
         assert self._in_flight is None, "the last step was neither applied nor failed"
         book, table, limits = self.book, self.book.table, self.limits
         book.desk.expire(now)
+        book.make_room()
         book.start_waiting()
         ready = self._ready_rounds(now)
         if ready is None or not (len(ready) or book.prefilling):
             return None
-        shape = shape_step(table, ready, book.prefilling, limits.max_batch_tokens)
+        shape = shape_step(table, ready, book.prefilling, limits.max_batch_tokens, self.pace)
         rounds = shape.rounds
         decision, drafted = decide_rounds(
-            self._step, table, rounds, book.prefilling, shape.max_draft_tokens, limits, self.decider,
-            self.calibration,
-        )  # fmt: skip
-        num_spent = len(rounds) + int(decision.verify_len.sum())
-        chunks = split_prefill(book.prefilling, limits.max_batch_tokens - num_spent)
+            self._step, table, shape, limits, self.decider, self.calibration
+        )
+        num_drafts = int(decision.verify_len.sum())
+        left = limits.max_batch_tokens - len(rounds) - num_drafts
+        most = self.pace.most_tokens(len(rounds), num_drafts, left)
+        chunks = split_prefill(book.prefilling, most)
         plan = build_plan(
             self._step,
             table,
@@ -196,22 +208,14 @@ class Rank:
             self._waiting_since = now
         return None
 
-    def _choose_drafting(self, slots: Slots) -> Mask:
-        """Slots [S] that are asked for a block for the next step: while drafting pays, all that can use one."""
-        table, most = self.book.table, self.limits.max_batch_tokens
-        asked: Mask = np.zeros(table.num_slots, np.bool_)
-        if len(slots):
-            facts = draft_facts(self._step, table, len(slots), self.book.prefilling, most)
-            choice = self.decider.choose_drafting(facts)
-            asked[slots] = choice.asks
-            self.counters.count_drafting(choice)
-        return asked
-
     def apply(self, plan: StepPlan, result: StepResult, now: float, step_time_s: float) -> Outgoing:
         """Commit a step: token deltas, features for the drafters, the report for the allocator."""
         flight, book = self._land(plan), self.book
+        book.cache.keep(plan, result.features)
         commit = commit_step(flight, result, book.table)
         self.landed = flight, commit
+        for request in flight.rows:
+            book.cache.note(request)
         for request in commit.prefilled:
             book.prefilling.remove(request)
         for request in commit.ended:
@@ -220,13 +224,18 @@ class Rank:
             book.release(request)
         self.counters.count(flight, commit)
         self.notes = learn_from(self.calibration, flight, commit)
+        self.pace.fold(plan.batch_tokens, flight.num_prefill_tokens, step_time_s)
         old_s = self.step_time_s or step_time_s
         self.step_time_s = old_s + _STEP_TIME_WEIGHT * (step_time_s - old_s)
         # Drafters first: the next step may have to wait for them.
         kept = commit.num_kept
-        asked = self._choose_drafting(book.drafts.askable(flight.rows, kept))
-        out = book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
-        out += book.drafts.flush()
+        asked = choose_drafting(
+            self._step, book.table, book.drafts.askable(flight.rows, kept), book.prefilling,
+            self.limits.max_batch_tokens, self.pace, self.decider, self.counters,
+        )  # fmt: skip
+        # Of them what is over first: a preempted request may have been opened again.
+        out = book.drafts.flush()
+        out += book.drafts.commit_batches(plan, result.features, flight.rows, kept, asked, now)
         out += self._deltas(commit.deltas)
         self.report = step_report(self.endpoint, book, flight, commit, step_time_s)
         if self.allocator is not None:
@@ -263,14 +272,6 @@ class Rank:
             (ingress, TokenDeltas(rank.name, rank.epoch, self._step, tuple(of_ingress)))
             for ingress, of_ingress in deltas.items()
         ]
-
-    def _retry_after_s(self) -> float | None:
-        """About when the first running request should be over; None when nothing is known."""
-        left = self.book.table.num_remaining[self.book.table.is_running]
-        if not len(left) or not self.step_time_s:
-            return None
-        acceptance_length = max(1.0, self.counters.acceptance.acceptance_length)
-        return float(left.min()) / acceptance_length * self.step_time_s
 
     def report_idle(self) -> Outgoing:
         """Tell the allocator once that nothing runs here any more (its picture would keep the last busy step)."""

@@ -21,7 +21,7 @@ from actors.core.messages import AdmittedRequest, Endpoint, FinishReason, TokenD
 
 
 class Phase(Enum):
-    WAITING = "waiting"  # admitted, has blocks, no place in the batch yet
+    WAITING = "waiting"  # admitted, or preempted; no place in the batch, no blocks
     PREFILLING = "prefilling"
     RUNNING = "running"  # one round a step
     FINISHED = "finished"
@@ -29,11 +29,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Reservation:
-    """Room held for a request that has not arrived yet; it frees itself at `expires_at`."""
+    """A place in line for a request that has not arrived yet; it frees itself at `expires_at`."""
 
     request_id: str
     reply_to: Endpoint
-    lease: BlockLease
+    prompt_len: int
     expires_at: float  # seconds on the caller's clock
 
 
@@ -54,26 +54,30 @@ def cut_at_stop(
 
 
 class Request:
-    """One admitted request. Owns its committed tokens and its block lease.
+    """One admitted request. Owns its committed tokens and, while it has a slot, its block lease.
 
     `num_output` counts output tokens from the start of the stream, those of earlier ranks (`num_prior_tokens`) too.
     The counters cover this rank only.
     """
 
     __slots__ = (
+        "_lease",
         "admitted",
         "arrival",
         "committed_len",
         "context_len",
+        "digests",
         "drafter",
-        "lease",
         "log",
         "num_accepted",
+        "num_cached",
+        "num_named",
         "num_output",
         "num_proposed",
         "num_rounds",
         "num_scheduled",
         "phase",
+        "prefill_len",
         "prompt_len",
         "request_id",
         "slot",
@@ -81,10 +85,10 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, admitted: AdmittedRequest, lease: BlockLease, arrival: int) -> None:
+    def __init__(self, admitted: AdmittedRequest, arrival: int) -> None:
         self.admitted = admitted
         self.request_id = admitted.request_id
-        self.lease = lease
+        self._lease: BlockLease | None = None
         self.arrival = arrival
         self.phase = Phase.WAITING
         self.slot = -1
@@ -93,7 +97,13 @@ class Request:
         self.token_ids: npt.NDArray[np.int32] = np.empty(worst_case_len(admitted), np.int32)
         self.token_ids[: self.prompt_len] = admitted.prompt_ids
         self.committed_len = self.prompt_len
+        self.prefill_len = self.prompt_len  # tokens to compute before it can run
         self.context_len = 0
+        self.num_cached = 0  # tokens of its prompt that another request had computed
+        self.digests: list[
+            bytes
+        ] = []  # of its blocks from the first one on, as far as they were asked for
+        self.num_named = 0  # leading blocks of its lease that the pool knows by content
         self.num_output = admitted.num_prior_tokens
         self.stop_token_ids = frozenset(admitted.stop_token_ids)
         self.num_rounds = self.num_proposed = self.num_scheduled = self.num_accepted = 0
@@ -104,13 +114,19 @@ class Request:
         return self.admitted.generation
 
     @property
+    def lease(self) -> BlockLease:
+        """Its blocks; only a request with a slot has any."""
+        assert self._lease is not None, f"{self.request_id} holds no blocks"
+        return self._lease
+
+    @property
     def num_remaining(self) -> int:
         """Tokens it may still produce."""
         return self.admitted.max_new_tokens - self.num_output
 
     @property
     def num_prefill_left(self) -> int:
-        return self.prompt_len - self.context_len
+        return self.prefill_len - self.context_len
 
     @property
     def can_use_drafts(self) -> bool:
@@ -131,14 +147,37 @@ class Request:
             return "stop"
         return "length" if self.num_remaining <= 0 else None
 
-    def start(self, slot: int) -> None:
+    def start(self, slot: int, lease: BlockLease) -> None:
+        """Take a place in the batch, and blocks for at least what has to be computed first."""
         assert self.phase is Phase.WAITING, f"{self.request_id} starts while {self.phase.value}"
-        self.slot = slot
+        self.slot, self._lease = slot, lease
         self.phase = Phase.PREFILLING
+
+    def preempt(self) -> None:
+        """Give up slot and blocks for a while. What is committed stays, and will be computed like a prompt."""
+        assert self.phase in (Phase.PREFILLING, Phase.RUNNING)
+        self.give_back()
+        self.slot = -1
+        self.prefill_len = self.committed_len
+        self.context_len = self.num_named = 0
+        self.phase = Phase.WAITING
+
+    def give_back(self) -> None:
+        """Release its blocks, if it has any."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
     def advance_prefill(self, chunk_len: int) -> None:
         assert self.phase is Phase.PREFILLING and 0 < chunk_len <= self.num_prefill_left
         self.context_len += chunk_len
+
+    def skip_prefill(self, num_tokens: int) -> None:
+        """The K/V of the next `num_tokens` prompt tokens lie in its blocks already."""
+        assert self.phase is Phase.PREFILLING and 0 < num_tokens < self.num_prefill_left
+        self.context_len += num_tokens
+        if self.prefill_len == self.prompt_len:
+            self.num_cached += num_tokens
 
     def commit(self, token_ids: list[int]) -> tuple[Sequence[int], FinishReason | None]:
         """Append what a step committed; returns the part that entered the stream, and why it ended.
@@ -183,6 +222,7 @@ class Request:
             self.num_accepted,
             error,
             tuple(logprobs[: len(token_ids)]),
+            self.num_cached,
         )
 
 

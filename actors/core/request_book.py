@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.core.admission import AdmissionDesk, RankLimits
+from actors.core.block_room import make_room, precedence
 from actors.core.drafting import DraftExchange
 from actors.core.explain import LogShelf, explanation
 from actors.core.kv_blocks import BlockPool
@@ -18,6 +19,7 @@ from actors.core.messages import (
     Reserve,
     TokenDelta,
 )
+from actors.core.prefix_cache import PrefixCache
 from actors.core.rank_counters import RankCounters
 from actors.core.request import Request
 from actors.core.row_table import RowTable
@@ -38,8 +40,11 @@ class RequestBook:
         self.table = RowTable(
             limits.max_running, self.pool.blocks_for(limits.max_model_len), limits.gamma
         )
+        self.cache = PrefixCache(self.pool, limits.model_identity, limits.prefix_cache)
         self.desk = AdmissionDesk(self.pool, limits, rank.name)
-        self.drafts = DraftExchange(self.table, rank, limits.max_wait_s, limits.vocab_size)
+        self.drafts = DraftExchange(
+            self.table, self.cache, rank, limits.max_wait_s, limits.vocab_size
+        )
         self.logs = LogShelf(limits.explain_rounds)
         self.live: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -47,11 +52,15 @@ class RequestBook:
         self._counters = counters
         self._is_in_step = is_in_step
 
-    def reserve(
-        self, message: Reserve, retry_after_s: float | None, now: float
-    ) -> ReservationReply:
+    def reserve(self, message: Reserve, step_time_s: float, now: float) -> ReservationReply:
+        """Answer for room; whoever gets none may come back when the first running request should be over."""
         self.desk.expire(now)
-        return self.desk.reserve(message, len(self.live), retry_after_s, now)
+        left = self.table.num_remaining[self.table.is_running]
+        retry_after_s = None
+        if len(left) and step_time_s:
+            acceptance_length = max(1.0, self._counters.acceptance.acceptance_length)
+            retry_after_s = float(left.min()) / acceptance_length * step_time_s
+        return self.desk.reserve(message, self.live.values(), retry_after_s, now)
 
     def admit(self, message: AdmittedRequest) -> TokenDelta | None:
         """Let a request in. Returns the delta that ends it when it cannot or need not run."""
@@ -64,7 +73,7 @@ class RequestBook:
         if known is not None:
             self.end(known)
             self._counters.num_replaced += 1
-        request = self.desk.admit(message)
+        request = self.desk.admit(message, self.live.values())
         if isinstance(request, str):
             self.desk.end(message.request_id, message.generation)
             self._counters.num_failed += 1
@@ -103,12 +112,35 @@ class RequestBook:
             self._counters.num_aborted += 1
 
     def start_waiting(self) -> None:
-        """Give free slots to those that wait: the lowest priority number first, then first come first served."""
+        """Give free slots to those that wait: the lowest priority number first, then first come first served.
+        Prompts go on behind what is known of them by now, be it only since the last step."""
         while self.waiting and self.table.num_free:
-            request = min(self.waiting, key=lambda r: (r.admitted.priority, r.arrival))
+            request = min(self.waiting, key=precedence)
+            known = self.cache.known_blocks(request)
+            # Those that have a place will each need a block before long.
+            spare = self.table.num_slots - self.table.num_free
+            lease = self.pool.lease(request.committed_len, known, spare)
+            if lease is None:
+                break
             self.waiting.remove(request)
-            self.table.place(request)
+            self.table.place(request, lease)
+            self.cache.begin(request, len(known), self.table)
             self.prefilling.append(request)
+        for request in self.prefilling:
+            self.cache.adopt(request, self.table)
+
+    def make_room(self) -> None:
+        """See that running requests have blocks to go on with; whoever has to give theirs up waits."""
+        make_room(self.table, self._preempt)
+
+    def _preempt(self, request: Request) -> None:
+        self.drafts.close(request)
+        self.table.clear(request.slot)
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        request.preempt()
+        self.waiting.append(request)
+        self._counters.num_preempted += 1
 
     def end(self, request: Request) -> None:
         """The one way out: frees draft state now, slot and blocks as soon as no step uses them."""
@@ -122,7 +154,7 @@ class RequestBook:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        request.lease.release()
+        request.give_back()
         if request.slot < 0:
             self.waiting.remove(request)
             return
@@ -138,9 +170,8 @@ class RequestBook:
     def problems(self) -> list[str]:
         """What is not at its baseline, given that nothing runs."""
         problems: list[str] = []
-        if self.pool.num_leases != self.desk.num_reservations:
-            held, reserved = self.pool.num_leases, self.desk.num_reservations
-            problems.append(f"{held} leases are open, but only {reserved} reservations")
+        if self.pool.num_leases:
+            problems.append(f"{self.pool.num_leases} leases are open")
         if self.table.num_free != self.table.num_slots:
             problems.append(f"{self.table.num_slots - self.table.num_free} slots are taken")
         if self.waiting or self.prefilling:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.admission import RankLimits
-from actors.core.batching import request_at
+from actors.core.batching import StepShape, request_at
 from actors.core.rank_calibration import Drafted, RankCalibration
-from actors.core.request import Request
-from actors.core.row_table import Mask, RowTable, Slots
+from actors.core.row_table import Mask, RowTable
 from actors.core.survival import survivals
 from actors.core.verify_decision import StepDecision, VerifyDecider
 
@@ -23,16 +21,16 @@ Int32 = npt.NDArray[np.int32]
 def decide_rounds(
     step: int,
     table: RowTable,
-    rounds: Slots,
-    prefilling: Sequence[Request],
-    room: int,
+    shape: StepShape,
     limits: RankLimits,
     decider: VerifyDecider,
     calibration: RankCalibration,
 ) -> tuple[StepDecision, Drafted]:
-    """Decide for the slots `rounds` [R], with `room` draft tokens in the step."""
+    """Decide for the rounds of a step."""
+    rounds, room = shape.rounds, shape.max_draft_tokens
     has_draft = table.has_draft[rounds]
     longest = np.minimum(table.num_remaining[rounds] - 1, limits.gamma)
+    longest = np.minimum(longest, table.draft_room(rounds))
     caps = np.where(has_draft, longest, 0).astype(np.int32)
     drafted = Drafted(
         table.confidences[rounds],
@@ -41,7 +39,6 @@ def decide_rounds(
         has_draft & ~table.has_rules[rounds],
     )
     explored = calibration.explore(drafted, table.committed_len[rounds], caps, room)
-    prefill_left = sum(request.num_prefill_left for request in prefilling)
     decision = decide_with_explored(
         decider,
         explored,
@@ -51,7 +48,7 @@ def decide_rounds(
         caps=caps,
         has_draft=has_draft,
         room=room,
-        num_prefill_tokens=min(prefill_left, limits.max_batch_tokens - len(rounds)),
+        num_prefill_tokens=shape.max_prefill,
         context_tokens=int(table.committed_len[rounds].sum()),
         is_unasked=table.is_unasked[rounds],
         class_ids=table.class_id[rounds],

@@ -7,14 +7,17 @@ about (tokens, stop conditions, counters); the table holds what the next forward
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.kv_blocks import BlockLease
 from actors.core.messages import ProposalBatch
 from actors.core.request import Phase, Request
 from actors.core.sampling import SamplingBatch
 
+Int32 = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
@@ -39,6 +42,7 @@ class RowTable:
         self.anchor_token_id = np.zeros(num_slots, np.int32)
         self.num_remaining = np.zeros(num_slots, np.int32)  # tokens it may still produce
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)  # padded with 0
+        self.leased_len = np.zeros(num_slots, np.int32)  # tokens its blocks have room for
         self.sampling = SamplingBatch(
             np.ones(num_slots, np.float32),
             np.ones(num_slots, np.float32),
@@ -59,6 +63,7 @@ class RowTable:
         )  # it could use one; none was asked for
         self.asked_at = np.zeros(num_slots, np.float64)  # seconds
         self.drafter_index = np.full(num_slots, -1, np.int64)
+        self.draft_len = np.zeros(num_slots, np.int32)  # tokens whose features its drafter was told
         # --- the draft it has ---
         self.has_draft: Mask = np.zeros(num_slots, np.bool_)
         self.draft_token_ids = np.zeros((num_slots, gamma), np.int32)
@@ -70,18 +75,17 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def place(self, request: Request) -> None:
-        """Give the request a slot: its block table and sampling parameters stay there until `clear`."""
+    def place(self, request: Request, lease: BlockLease) -> None:
+        """Give the request a slot and its blocks, until `clear`."""
         slot = self._free.pop()
-        request.start(slot)
+        request.start(slot, lease)
         self.requests[slot] = request
         self.generation[slot] = request.generation
         self.arrival[slot] = request.arrival
         self.class_id[slot] = request.admitted.class_id
         self.stream_key[slot] = _stream_key(request.request_id)
-        blocks = request.lease.blocks
-        self.block_table[slot, : len(blocks)] = blocks
-        self.block_table[slot, len(blocks) :] = 0
+        self.block_table[slot, lease.num_blocks :] = 0
+        self._take_over_blocks(request)
         params = request.admitted.sampling
         self.sampling.temperature[slot] = params.temperature
         self.sampling.top_p[slot] = params.top_p
@@ -100,6 +104,29 @@ class RowTable:
         self.anchor_token_id[slot] = request.token_ids[request.context_len]
         self.num_remaining[slot] = request.num_remaining
         self.is_running[slot] = request.phase is Phase.RUNNING
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """See that its blocks have room for `num_tokens` tokens in all; False when there are too few."""
+        if not request.lease.extend(num_tokens):
+            return False
+        self._take_over_blocks(request)
+        return True
+
+    def share(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """Use known blocks as those of the request from index `first` on."""
+        for index, block in enumerate(blocks, first):
+            request.lease.share(index, block)
+        self._take_over_blocks(request)
+
+    def draft_room(self, slots: Slots) -> Int32:
+        """[len(slots)] draft tokens the blocks of these running requests have room for."""
+        room: Int32 = self.leased_len[slots] - self.committed_len[slots]
+        return room
+
+    def _take_over_blocks(self, request: Request) -> None:
+        blocks = request.lease.blocks
+        self.block_table[request.slot, : len(blocks)] = blocks
+        self.leased_len[request.slot] = request.lease.num_tokens
 
     def clear(self, slot: int) -> None:
         assert self.requests[slot] is not None, f"slot {slot} is cleared twice"

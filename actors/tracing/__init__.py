@@ -34,6 +34,7 @@ SPAN_LAUNCH: Final = "dspark.launch"  # driver: until the endpoint answers
 EVENT_PROPOSAL: Final = "dspark.proposal"  # the block has come
 EVENT_BUDGET: Final = "dspark.budget"  # K, lambda and their rule are applied
 EVENT_COMMIT: Final = "dspark.commit"  # tokens join the stream
+EVENT_PREEMPTED: Final = "dspark.preempted"  # memory ran out; computed again later
 
 # GenAI semantic conventions (development), as of opentelemetry-semantic-conventions 0.66.
 GEN_AI_OPERATION: Final = "gen_ai.operation.name"

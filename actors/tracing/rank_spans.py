@@ -135,6 +135,12 @@ class RankSpans:
     def _note_chunk(
         self, traced: _Traced, flight: StepInFlight, row: int, start_ns: int, end_ns: int
     ) -> None:
+        if (
+            traced.round is not None
+        ):  # it was preempted while it waited for a block: that round never ran
+            traced.round.add_event(tracing.EVENT_PREEMPTED, timestamp=start_ns)
+            traced.round.end(start_ns)
+            traced.round = None
         plan = flight.plan
         first, end = plan.cu_query_len[row : row + 2].tolist()
         attributes = {

@@ -69,7 +69,8 @@ def make_rank(policy: object = None, **overrides: object) -> Rank:
         allocate,
         getattr(policy, "drafting", None),
     )
-    return Rank(RANK, limits, decider, calibration)  # type: ignore[arg-type]
+    times = getattr(policy, "times", None)
+    return Rank(RANK, limits, decider, calibration, times)  # type: ignore[arg-type]
 
 
 class ScriptedTarget:

@@ -7,11 +7,13 @@ import pytest
 
 from actors.core.batching import build_plan, shape_step, split_prefill
 from actors.core.kv_blocks import BlockPool
+from actors.core.prefill_pace import PrefillPace
 from actors.core.request import Request
 from actors.core.row_table import RowTable
 from tests.pure.rank_harness import admitted
 
 BLOCK_SIZE = 4
+NO_BOUND = PrefillPace(2.5, None)
 
 
 def make_table(num_slots: int = 8, gamma: int = 3) -> tuple[RowTable, BlockPool]:
@@ -25,8 +27,8 @@ def place(
     lease = pool.lease(prompt_len + 30)
     assert lease is not None
     message = admitted(name, [ord(name[0]) % 50] * prompt_len, 30, top_k=len(name))
-    request = Request(message, lease, arrival=table.num_slots - table.num_free)
-    table.place(request)
+    request = Request(message, arrival=table.num_slots - table.num_free)
+    table.place(request, lease)
     if num_output:
         request.advance_prefill(prompt_len)
         for token in range(num_output):
@@ -119,7 +121,7 @@ def test_a_cleared_slot_keeps_nothing_for_the_next_request() -> None:
     first = place(table, pool, "first", 20, num_output=3)
     table.has_draft[0] = table.wants_draft[0] = True
     table.clear(0)
-    first.lease.release()
+    first.give_back()
     with pytest.raises(AssertionError, match="cleared twice"):
         table.clear(0)
     assert not table.is_running[0]
@@ -147,13 +149,13 @@ def test_prefill_keeps_its_share_and_rounds_that_waited_longest_go_first() -> No
     running = [place(table, pool, f"d{i}", 1, num_output=1) for i in range(6)]
     slots = np.array([r.slot for r in running], np.intp)
     table.last_step[slots] = [5, 5, 5, 1, 2, 5]
-    alone = shape_step(table, slots, [], max_batch_tokens=8)
+    alone = shape_step(table, slots, [], max_batch_tokens=8, pace=NO_BOUND)
     assert (len(alone.rounds), alone.prefill_floor, alone.max_draft_tokens) == (6, 0, 2)
     prompt = place(table, pool, "prompt", 10)
-    beside = shape_step(table, slots, [prompt], max_batch_tokens=8)
+    beside = shape_step(table, slots, [prompt], max_batch_tokens=8, pace=NO_BOUND)
     assert (len(beside.rounds), beside.prefill_floor, beside.max_draft_tokens) == (6, 2, 0)
-    tight = shape_step(table, slots, [prompt], max_batch_tokens=4)
+    tight = shape_step(table, slots, [prompt], max_batch_tokens=4, pace=NO_BOUND)
     assert tight.rounds.tolist() == slots[[0, 3, 4]].tolist()
     prompt.advance_prefill(9)
-    last = shape_step(table, slots, [prompt], max_batch_tokens=8)
+    last = shape_step(table, slots, [prompt], max_batch_tokens=8, pace=NO_BOUND)
     assert last.prefill_floor == 1, "no more than what is left"

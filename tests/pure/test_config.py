@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from cluster.cli import main
 from configs import machine
 from configs.load import DEFAULT_PRESET, ConfigError, allowed, describe, load, preset_names
-from configs.schema import ClusterConfig, DrafterConfig, TargetConfig
+from configs.schema import ClusterConfig, DrafterConfig
+from configs.target import TargetConfig
 
 
 def refusal(*overrides: str, **environment: str) -> ConfigError:

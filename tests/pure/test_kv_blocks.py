@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,53 +46,164 @@ def test_blocks_of_a_released_lease_cannot_be_read() -> None:
         _ = lease.blocks
 
 
-def test_integrity_sees_a_block_given_back_behind_the_pools_back() -> None:
-    pool = BlockPool(num_blocks=4, block_size=1)
-    lease = pool.lease(2)
+def make_lease(pool: BlockPool, num_tokens: int) -> BlockLease:
+    lease = pool.lease(num_tokens)
     assert lease is not None
-    pool._num_free += 1
-    assert "free + 2 owned blocks != 4" in pool.check_integrity()[0]
-    pool._num_free -= 1
-    pool._owner[lease.blocks[0]] = -1
-    assert pool.check_integrity() != []
+    return lease
 
 
-def test_integrity_sees_doubles_and_lost_leases() -> None:
+def test_a_named_block_is_found_shared_and_kept_after_its_lease() -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    first = make_lease(pool, 4)
+    block = int(first.blocks[0])
+    pool.name(block, b"x")
+    second = make_lease(pool, 2)
+    assert pool.find(b"x") == block and pool.find(b"y") is None
+    second.share(0, block)
+    assert second.blocks.tolist() == [block] and pool.num_free == 2
+    first.release()
+    assert (pool.num_free, pool.num_unused) == (3, 0), "the second lease holds it still"
+    second.release()
+    assert (pool.num_free, pool.num_unused) == (4, 1)
+    third = make_lease(pool, 2)
+    third.share(0, block)
+    assert pool.num_unused == 0 and pool.check_integrity() == []
+
+
+def test_the_first_to_name_a_content_keeps_the_name() -> None:
+    pool = BlockPool(num_blocks=2, block_size=2)
+    lease = make_lease(pool, 4)
+    one, other = lease.blocks.tolist()
+    pool.name(one, b"x")
+    pool.name(other, b"x")
+    pool.name(one, b"y")
+    assert (pool.find(b"x"), pool.find(b"y")) == (one, None)
+    lease.release()
+    assert pool.num_unused == 1 and pool.check_integrity() == []
+
+
+def test_the_longest_unused_goes_first_and_of_one_lease_the_last_block() -> None:
+    pool = BlockPool(num_blocks=5, block_size=1)
+    old, new = make_lease(pool, 2), make_lease(pool, 3)
+    for lease, names in ((old, (b"a", b"b")), (new, (b"c", b"d", b"e"))):
+        for block, name in zip(lease.blocks.tolist(), names, strict=True):
+            pool.name(block, name)
+    old.release()
+    new.release()
+    left = [b"a", b"c", b"d", b"e"], [b"c", b"d", b"e"], [b"c", b"d"], [b"c"]
+    for number, names in enumerate(left, 1):
+        make_lease(pool, 1)
+        assert [n for n in (b"a", b"b", b"c", b"d", b"e") if pool.find(n) is not None] == names
+        assert pool.num_evicted == number and pool.check_integrity() == []
+
+
+def test_a_block_in_use_is_never_evicted() -> None:
+    pool = BlockPool(num_blocks=3, block_size=1)
+    lease = make_lease(pool, 2)
+    pool.name(int(lease.blocks[0]), b"a")
+    assert pool.lease(2) is None
+    make_lease(pool, 1)
+    assert pool.find(b"a") == lease.blocks[0] and pool.num_evicted == 0
+
+
+def test_only_known_blocks_are_shared_and_only_held_ones_named() -> None:
+    pool = BlockPool(num_blocks=3, block_size=1)
+    lease = make_lease(pool, 1)
+    with pytest.raises(AssertionError, match="no known content"):
+        lease.share(0, 2)
+    with pytest.raises(AssertionError, match="held by nobody"):
+        pool.name(2, b"a")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda pool: pool._stack.pop(), "blocks != 4"),
+        (lambda pool: pool._stack.append(pool._stack[0]), "free twice"),
+        (lambda pool: pool._stack.append(0), "in two states"),
+        (lambda pool: pool._leases.popitem(), "other holders than the open leases"),
+        (lambda pool: pool._by_digest.pop(b"held"), "names of blocks and blocks of names"),
+        (lambda pool: pool._digests.pop(1), "without a name"),
+        (lambda pool: pool._digests.update({3: b"free"}), "free blocks with a name"),
+    ],
+)
+def test_integrity_sees(damage: Any, problem: str) -> None:
     pool = BlockPool(num_blocks=4, block_size=1)
-    lease = pool.lease(1)
-    assert lease is not None
-    pool._stack[0] = pool._stack[1]
-    assert any("free twice" in problem for problem in pool.check_integrity())
-    pool._stack[0] = lease.blocks[0]
-    assert any("both free and owned" in problem for problem in pool.check_integrity())
-    pool = BlockPool(num_blocks=4, block_size=1)
-    pool._num_leases = 1
-    assert any("open leases" in problem for problem in pool.check_integrity())
+    kept, over = make_lease(pool, 1), make_lease(pool, 1)
+    pool.name(int(kept.blocks[0]), b"held")
+    pool.name(int(over.blocks[0]), b"unused")
+    over.release()
+    assert pool.check_integrity() == []
+    damage(pool)
+    assert any(problem in found for found in pool.check_integrity())
 
 
-@settings(deadline=None, max_examples=60)
+class PoolModel:
+    """A pool, and what every block of it holds: a lease writes its own blocks, names them, and trusts the named."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(num_blocks=20, block_size=3)
+        self.content: dict[int, bytes] = {}
+        self.live: list[BlockLease] = []
+        self.dead: list[BlockLease] = []
+        self.num_shared: dict[int, int] = {}  # lease -> leading blocks it may not write
+
+    def lease(self, number: int) -> None:
+        free = self.pool.num_free
+        lease = self.pool.lease(number)
+        assert (lease is None) == (-(-number // 3) > free)
+        if lease is not None:
+            self.live.append(lease)
+            self.num_shared[lease.lease_id] = 0
+            for block in lease.blocks.tolist():
+                assert all(block not in other.blocks for other in self.live[:-1])
+                self.content[block] = b"garbage"
+
+    def share(self, number: int) -> None:
+        """Share as long a prefix of text `number` as is known, and write the rest."""
+        if not self.live or self.num_shared[self.live[-1].lease_id]:
+            return
+        lease, count = self.live[-1], 0
+        while count < lease.num_blocks:
+            digest = b"%d:%d" % (number % 3, count)
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            assert self.content[block] == digest, "a known block was overwritten"
+            lease.share(count, block)
+            count += 1
+        self.num_shared[lease.lease_id] = lease.num_blocks
+        for index in range(count, lease.num_blocks):
+            block = int(lease.blocks[index])
+            assert sum(block in other.blocks for other in self.live) == 1, "shared and written"
+            self.content[block] = b"%d:%d" % (number % 3, index)
+            self.pool.name(block, self.content[block])
+
+    def release(self, number: int) -> None:
+        if self.live:
+            self.dead.append(self.live.pop(number % len(self.live)))
+            self.dead[-1].release()
+
+    def again(self, number: int) -> None:
+        if self.dead:
+            self.dead[number % len(self.dead)].release()
+
+    def check(self) -> None:
+        held = {block for lease in self.live for block in lease.blocks.tolist()}
+        assert len(held) == 20 - self.pool.num_free
+        assert self.pool.num_leases == len(self.live)
+        assert self.pool.check_integrity() == []
+
+
+@settings(deadline=None, max_examples=80)
 @given(
     actions=st.lists(
-        st.tuples(st.sampled_from(["lease", "release", "again"]), st.integers(1, 40)), max_size=60
+        st.tuples(st.sampled_from(["lease", "share", "release", "again"]), st.integers(1, 40)),
+        max_size=60,
     )
 )
 def test_any_order_of_leases_keeps_the_books_straight(actions: list[tuple[str, int]]) -> None:
-    pool = BlockPool(num_blocks=20, block_size=3)
-    live: list[BlockLease] = []
-    dead: list[BlockLease] = []
+    model = PoolModel()
     for action, number in actions:
-        if action == "lease":
-            free = pool.num_free
-            lease = pool.lease(number)
-            assert (lease is None) == (-(-number // 3) > free)
-            if lease is not None:
-                live.append(lease)
-        elif action == "release" and live:
-            dead.append(live.pop(number % len(live)))
-            dead[-1].release()
-        elif action == "again" and dead:
-            dead[number % len(dead)].release()
-        owned = [block for lease in live for block in lease.blocks.tolist()]
-        assert len(owned) == len(set(owned)) == 20 - pool.num_free
-        assert pool.num_leases == len(live)
-        assert pool.check_integrity() == []
+        getattr(model, action)(number)
+        model.check()

@@ -270,13 +270,14 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         rank.on_message(ReservationReply("target-0", "a", True), 0.0)
 
 
-def test_reservation_then_admission_uses_the_same_room() -> None:
+def test_a_reservation_is_a_place_in_line_and_blocks_are_taken_as_they_are_needed() -> None:
     rank = make_rank(num_blocks=10, block_size=4)
     ((to, reply),) = rank.on_message(reserve("a", 5, 11), 0.0)
     assert to == INGRESS and isinstance(reply, ReservationReply) and reply.granted
-    assert rank.book.pool.num_free == 6
     assert rank.on_message(admitted("a", PROMPT, 11), 0.0) == []
-    assert rank.book.pool.num_free == 6
+    assert (rank.book.desk.num_reservations, rank.book.pool.num_free) == (0, 10)
+    assert rank.plan_step(0.0) is not None
+    assert rank.book.pool.num_free == 8
     assert true_token(PROMPT) >= 0
 
 

@@ -160,7 +160,8 @@ def test_a_restarted_drafter_owes_nothing_and_a_lost_one_is_replaced() -> None:
     out = rank.apply(plan, session.target.step(plan), session.now, 0.01)
     ((to, commit),) = [(to, m) for to, m in out if isinstance(m, CommitBatch)]
     assert to.epoch == "2"
-    assert commit.first_positions.tolist() == [5], "its context starts where it came in"
+    assert commit.first_positions.tolist() == [0], "the new one is told the whole context"
+    assert commit.features[:, 0].tolist() == list(range(commit.committed_lens[0] - 1))
 
     replacement = endpoint("drafter-7", "drafter")
     rank.set_drafters([replacement])

@@ -29,6 +29,29 @@ from actors.core.verify_decision import DraftChoice, DraftFacts
 from tests.pure.rank_harness import ScriptedTarget, Stream, VerifyAll, admitted, make_rank, reserve
 from tests.pure.scripted_drafter import ALLOCATOR, INGRESS, RANK, ScriptedDrafter, endpoint, oracle
 
+SHARED = [
+    3,
+    1,
+    4,
+    1,
+    5,
+    9,
+    2,
+    6,
+    5,
+    3,
+    5,
+    8,
+    9,
+    7,
+    9,
+    3,
+    2,
+    3,
+    8,
+    4,
+]  # what many prompts begin with
+
 
 class Whims:
     """Asks whom it likes for a block."""
@@ -104,6 +127,8 @@ class World:
     def new_request(self) -> None:
         rng, name = self.rng, f"r{len(self.requests)}"
         prompt = [rng.randrange(50) for _ in range(rng.choice([1, 2, 5, 8, 17, 30]))]
+        shared = rng.choice([0, 0, 5, 9, 20])
+        prompt = [*SHARED[:shared], *prompt[shared:], prompt[0]]
         max_new = rng.choice([1, 2, 3, 7, 20])
         full, _ = oracle(prompt, max_new)
         stops = [rng.choice(full)] if rng.random() < 0.4 else []

@@ -61,8 +61,8 @@ def test_a_request_that_needs_more_than_it_reserved_gets_more() -> None:
 
 def test_refusals_say_why_and_when_to_come_back() -> None:
     rank = make_rank(num_blocks=8, block_size=4, max_running=1, max_waiting=1)
-    assert reply_of(rank, "a", 8, 8).granted
-    full = reply_of(rank, "b", 8, 16)
+    assert reply_of(rank, "a", 16, 8).granted
+    full = reply_of(rank, "b", 24, 8)
     assert not full.granted and "6 KV blocks needed, 4 are free" in full.reason
     assert full.retry_after_s > 0
     assert reply_of(rank, "c", 1, 1).granted
@@ -109,7 +109,7 @@ def test_a_request_that_cannot_run_is_answered_not_dropped(
 
 def test_an_unreserved_request_on_a_full_rank_is_told_to_reserve() -> None:
     session = Session(make_rank(num_blocks=8, block_size=4))
-    session.rank.on_message(reserve("other", 16, 16), 0.0)
+    session.rank.on_message(reserve("other", 31, 1), 0.0)
     session.submit(admitted("a", PROMPT, 6))
     last = session.streams["a"].last
     assert last is not None and (last.finish_reason, last.first_index) == ("error", 0)
@@ -203,18 +203,17 @@ def test_an_abort_in_any_phase_gives_everything_back_within_a_step(reach, in_fli
     session = Session(make_rank(max_batch_tokens=8, max_running=2))
     reach(session)
     plan = session.rank.plan_step(session.now) if in_flight else None
-    lease = session.rank.book.live["a"].lease
+    request = session.rank.book.live["a"]
     num_tokens = len(session.streams["a"].tokens)
     had_draft_context = "a" in session.drafter.contexts
     session.deliver(session.rank.on_message(AbortRequest("a", 0), session.now))
     assert "a" not in session.drafter.contexts
     assert any(isinstance(m, CloseDraft) for _, m in session.sent) == had_draft_context
     if plan is not None:
-        assert lease.released == ("a" not in plan.request_ids), (
-            "blocks in use stay until the step is over"
-        )
+        holds = request._lease is not None
+        assert holds == ("a" in plan.request_ids), "blocks in use stay until the step is over"
         session.deliver(session.rank.apply(plan, session.target.step(plan), session.now, 0.01))
-    assert lease.released
+    assert request._lease is None
     assert "a" not in session.drafter.contexts, "a late commit opened it again"
     stream = session.streams["a"]
     assert (stream.reason, len(stream.tokens)) == ("abort", num_tokens)

@@ -12,9 +12,13 @@ def make_request(
     max_new: int = 8, num_prior: int = 0, prompt_len: int = 5, **more: object
 ) -> Request:
     message = admitted("a", list(range(prompt_len)), max_new, num_prior=num_prior, **more)  # type: ignore[arg-type]
-    lease = BlockPool(16, 4).lease(max(1, worst_case_len(message)))
+    return Request(message, 0)
+
+
+def start(request: Request) -> None:
+    lease = BlockPool(16, 4).lease(request.committed_len)
     assert lease is not None
-    return Request(message, lease, 0)
+    request.start(0, lease)
 
 
 def test_the_published_fault_a_cap_must_not_mask_an_earlier_stop() -> None:
@@ -43,7 +47,7 @@ def test_a_run_is_cut_as_if_its_tokens_came_one_by_one(
 def test_the_lengths_through_a_life() -> None:
     request = make_request(max_new=8, prompt_len=5)
     assert (request.phase, request.num_prefill_left, request.num_remaining) == (Phase.WAITING, 5, 8)
-    request.start(slot=0)
+    start(request)
     request.advance_prefill(3)
     assert (request.context_len, request.num_prefill_left) == (3, 2)
     request.advance_prefill(2)
@@ -62,7 +66,7 @@ def test_the_lengths_through_a_life() -> None:
 
 def test_a_delta_counts_indices_from_the_start_of_the_stream() -> None:
     request = make_request(max_new=8, num_prior=3, prompt_len=5)
-    request.start(0)
+    start(request)
     request.advance_prefill(5)
     emitted, reason = request.commit([7])
     delta = request.delta(emitted, reason)
@@ -85,7 +89,7 @@ def test_drafts_are_wanted_only_where_one_could_be_verified(
     max_new: int, usable_before: bool, usable_after_first: bool
 ) -> None:
     request = make_request(max_new=max_new)
-    request.start(0)
+    start(request)
     assert request.can_use_drafts is usable_before
     request.advance_prefill(5)
     request.commit([1])
@@ -96,9 +100,30 @@ def test_drafts_are_wanted_only_where_one_could_be_verified(
 def test_token_ids_fit_the_worst_case_exactly() -> None:
     request = make_request(max_new=3, prompt_len=5)
     assert len(request.token_ids) == 8
-    request.start(0)
+    start(request)
     request.advance_prefill(5)
     for token in (1, 2):
         assert request.commit([token])[1] is None
     assert request.commit([3]) == ([3], "length")
     assert np.array_equal(request.token_ids, [0, 1, 2, 3, 4, 1, 2, 3])
+
+
+def test_a_preempted_request_computes_all_it_has_committed_as_its_prompt() -> None:
+    request = make_request(max_new=8, prompt_len=5)
+    start(request)
+    lease = request.lease
+    request.skip_prefill(4)
+    request.advance_prefill(1)
+    request.commit([7])
+    request.commit([8, 9])
+    request.preempt()
+    assert lease.released and (request.phase, request.slot) == (Phase.WAITING, -1)
+    with pytest.raises(AssertionError, match="holds no blocks"):
+        _ = request.lease
+    assert request.num_prefill_left == 8
+    start(request)
+    request.skip_prefill(4)
+    assert request.num_cached == 4, "cached are only tokens of its first start"
+    request.advance_prefill(4)
+    assert request.commit([1, 2, 3]) == ([1, 2, 3], None)
+    assert (request.committed_len, request.num_output) == (11, 6)

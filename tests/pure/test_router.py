@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from actors.core.messages import (
     Endpoint,
     LoadView,
@@ -11,6 +13,7 @@ from actors.core.messages import (
     RankRoute,
     RoutingTable,
 )
+from cluster.prefix_affinity import PrefixAffinity
 from cluster.router import MAX_VIEW_AGE_S, Router
 
 
@@ -28,6 +31,12 @@ def table(version: int, allocator: Endpoint | None = None, **states: str) -> Rou
 
 def view(version: int, age_s: float = 0.0, **tpot_s: float) -> LoadView:
     return LoadView(version, tuple(RankLoad(n, 2, 0, 10, 20, t, age_s) for n, t in tpot_s.items()))
+
+
+def router_of(*ranks: str) -> Router:
+    router = Router()
+    router.update_table(table(1, **dict.fromkeys(ranks, "ready")))
+    return router
 
 
 def names(router: Router, now_s: float = 0.0) -> list[str]:
@@ -153,3 +162,64 @@ def test_a_wanted_rank_comes_before_faster_ones_and_the_others_stay_as_they_are(
     router.update_load(view(1, a=0.3, b=0.1, c=0.2), 0.0)
     assert [r.endpoint.name for r in router.candidates(0.0, "a")] == ["a", "b", "c"]
     assert [r.endpoint.name for r in router.candidates(0.0, "gone")] == ["b", "c", "a"]
+
+
+PROMPT = list(range(600))
+
+
+def first_for(router: Router, prompt: list[int], now_s: float = 0.0) -> str:
+    return router.candidates(now_s, None, prompt)[0].endpoint.name
+
+
+def test_a_prompt_goes_where_its_beginning_went_last():
+    router = router_of("a", "b", "c")
+    router.placed("b", PROMPT)
+    assert [first_for(router, PROMPT) for _ in range(3)] == ["b"] * 3
+    assert first_for(router, [*PROMPT[:64], 7, 7]) == "b"
+    router.placed("c", [*PROMPT[:64], *[7] * 100])
+    assert first_for(router, PROMPT) == "b", "the longer beginning decides"
+    assert first_for(router, [*PROMPT[:32], 9]) == "c", "the later one"
+    assert router.candidates(0.0, "a", PROMPT)[0].endpoint.name == "a", "who names a rank gets it"
+
+
+def test_short_beginnings_and_ranks_that_are_gone_change_nothing():
+    router = router_of("a", "b")
+    router.placed("a", PROMPT[:31])
+    router.placed("gone", PROMPT)
+    assert {first_for(router, PROMPT[:31]) for _ in range(2)} == {"a", "b"}
+    assert {first_for(router, PROMPT) for _ in range(2)} == {"a", "b"}
+
+
+@pytest.mark.parametrize(("num_known", "num_more"), [(32, 1), (256, 2), (4096, 4)])
+def test_affinity_ends_where_its_rank_has_too_many_requests(num_known: int, num_more: int):
+    router = router_of("a", "b")
+    prompt = list(range(num_known))
+    router.placed("a", prompt)
+    for _ in range(num_more):
+        router.begin("a")
+    assert first_for(router, prompt) == "a"
+    router.begin("a")
+    assert first_for(router, prompt) == "b"
+
+
+def test_affinity_ends_where_a_token_takes_clearly_longer():
+    router = router_of("a", "b")
+    router.placed("a", PROMPT)
+    router.update_load(view(1, a=0.012, b=0.01), 0.0)
+    assert first_for(router, PROMPT) == "a"
+    router.update_load(view(2, a=0.013, b=0.01), 0.0)
+    assert first_for(router, PROMPT) == "b"
+
+
+def test_the_least_recent_beginnings_are_forgotten():
+    affinity = PrefixAffinity(most=2)
+    first, second, third = ([number] * 40 for number in range(3))
+    affinity.note(first, "a")
+    affinity.note(second, "b")
+    affinity.note(first, "a")
+    affinity.note(third, "c")
+    assert [affinity.find(prompt) for prompt in (first, second, third)] == [
+        ("a", 32),
+        None,
+        ("c", 32),
+    ]

@@ -142,6 +142,17 @@ def test_counts_add_up_over_generations_and_never_fall():
     assert journal.counts == SpeculationCounts(3, 15, 8, 4)
 
 
+def test_cached_tokens_are_those_of_the_rank_that_sent_the_first_token():
+    journal = placed()
+    assert journal.num_cached == 0
+    journal.apply(delta(0, num_cached=3))
+    journal.place(INGRESS)
+    journal.apply(delta(0, 1, generation=1, num_cached=16))
+    journal.apply(delta(0, 1, generation=1, num_cached=2))
+    journal.apply(delta(1, 2, generation=1, num_cached=32))
+    assert journal.num_cached == 16
+
+
 @given(seed=st.integers(0, 2**32), lengths=st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_duplicates_and_late_generations_never_change_the_tokens(seed, lengths):
     rng = random.Random(seed)
