@@ -15,6 +15,7 @@ import torch
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.core.sampling import SamplingParams
 from actors.engine.base import DrafterEngine
+from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.ngram import NgramEngine
 from actors.engine.drafters.protocol import DrafterOptions
 from actors.engine.drafters.serve import engine_for
@@ -59,7 +60,9 @@ def drafter(name: str, gamma: int) -> DrafterEngine:
         return NgramEngine(DRAFTER.name, gamma, 8)
     config = every_config(block_size=gamma)[name]
     options = DrafterOptions(DRAFTER.name, dtype=torch.float32, draft_top_k=8)
-    return engine_for(random_model(config), torch.ones(config.block_size), options, "test")
+    return engine_for(
+        random_model(config), ConfidenceTables.identity(config.block_size), options, "test"
+    )
 
 
 @pytest.fixture(scope="module")
