@@ -12,6 +12,9 @@ PRESET ?=
 GROUPS := architecture pure torch_cpu interpreter ray_local http
 # Whole simulations: counting their lines would take longer than running them.
 PRESETS := tests/pure/test_simulate_presets.py
+# Groups that compute and start no cluster share the cores, a process each; fixtures of a file are made once.
+SHARED := torch_cpu interpreter
+WORKERS ?= 2
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help setup serve test test-cluster lint format oracle load dist clean
@@ -102,7 +105,9 @@ test: lint oracle
 	  if [ "$$group" = pure ]; then \
 	    $(BIN)/coverage run -m pytest "tests/$$group" --ignore=$(PRESETS) -q $(ARGS); \
 	    $(BIN)/coverage report; \
-	    $(BIN)/pytest $(PRESETS) -q $(ARGS); \
+	    $(BIN)/pytest $(PRESETS) -q -n $(WORKERS) $(ARGS); \
+	  elif [[ " $(SHARED) " == *" $$group "* ]]; then \
+	    $(BIN)/pytest "tests/$$group" -q -n $(WORKERS) --dist loadfile $(ARGS); \
 	  else \
 	    $(BIN)/pytest "tests/$$group" -q $(ARGS); \
 	  fi; \

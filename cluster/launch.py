@@ -195,7 +195,7 @@ def _require_nothing_deployed() -> None:
     except ValueError:
         return
     raise LaunchError(
-        "a deployment runs on this Ray already; `dspark rollout` changes it, `dspark stop --cluster` ends it"
+        "a deployment runs on this Ray already; end it with `dspark stop --cluster`, then deploy"
     )
 
 

@@ -40,7 +40,7 @@ class Stand:
 
 
 @pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+def stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stand:
     stand = Stand()
     monkeypatch.setattr(command, "opened", stand.open)
     monkeypatch.setattr(drive.Server.__init__, "__kwdefaults__", {
@@ -50,6 +50,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     monkeypatch.setattr(rates, "steady_window", lambda s, _: (0.0, 1.0 + max(x.last_s for x in s)))
     monkeypatch.setattr(machine, "load", lambda _: {"busy_cores": 0.1, "load_average": 0.2})
     monkeypatch.setattr(setup.platform, "node", lambda: "here")
+    monkeypatch.setattr(setup, "BUNDLED", tmp_path / "models")  # where no MTP-1 drafter is
     return stand
 
 

@@ -169,6 +169,7 @@ def rank_stats(group: dict[str, Any] | None) -> dict[str, Any]:
     calibration = {**explored, "by_rule": {"greedy": seen}}
     more = {"clock": clock, "acceptance": acceptance, "last_step": None, "link": {}}
     more["calibration"] = calibration
+    more |= {"num_prefix_asked_tokens": 40, "num_prefix_hit_tokens": 16}
     return {**dict.fromkeys(names, 1), **more, "group": group}
 
 
@@ -181,6 +182,8 @@ async def test_the_scrape_says_how_true_confidences_are_and_what_it_costs_to_kno
     }
     assert found["dspark:explored_rounds_total", None, None] == 3
     assert found["dspark:explored_tokens_total", None, None] == 8
+    assert found["vllm:prefix_cache_queries_total", None, None] == 40
+    assert found["vllm:prefix_cache_hits_total", None, None] == 16
     assert found["dspark:calibration_alarms_total", None, None] == 2
     assert found["dspark:calibration_shift", "greedy", "1"] == -0.25
     assert found["dspark:calibration_error", "greedy", "0"] == 0.125

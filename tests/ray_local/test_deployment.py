@@ -84,7 +84,7 @@ def test_a_builder_leaves_alone_what_runs_with_its_settings(deployed: ClusterCon
     other = deployed.model_copy(
         update={"drafter": deployed.drafter.model_copy(update={"gamma": 3})}
     )
-    with pytest.raises(launcher.LaunchError, match="dspark rollout"):
+    with pytest.raises(launcher.LaunchError, match="dspark stop --cluster"):
         launcher.start_members(other, FAKE_PARTS)
 
 
