@@ -51,7 +51,7 @@ def write(
 
 def test_decoding_token_by_token_equals_one_forward(model_dir: Path) -> None:
     frozen = target(model_dir)
-    ids = torch.randint(3, VOCAB, (2, 9))
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     whole = frozen.forward(ids, torch.zeros(2, dtype=torch.long), frozen.new_rows(2), 0)
     rows = frozen.new_rows(3)
     for row in range(2):  # prompts of different lengths, then one token a step for both
@@ -60,8 +60,9 @@ def test_decoding_token_by_token_equals_one_forward(model_dir: Path) -> None:
         at = torch.tensor([3 + step, 4 + step])
         out = frozen.forward(ids.gather(1, at[:, None]), at, rows, 0)
         for row in range(2):
-            torch.testing.assert_close(out.hidden[row, 0], whole.hidden[row, at[row]])
-            torch.testing.assert_close(out.taps[row, 0], whole.taps[row, at[row]])
+            near = {"rtol": 1e-4, "atol": 1e-4}  # one row and nine take different paths
+            torch.testing.assert_close(out.hidden[row, 0], whole.hidden[row, at[row]], **near)
+            torch.testing.assert_close(out.taps[row, 0], whole.taps[row, at[row]], **near)
 
 
 def test_written_answers_and_features_equal_plain_recomputation(
