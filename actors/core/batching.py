@@ -45,8 +45,7 @@ def shape_step(
 
     When more rounds are ready than fit, those that waited longest run.
     """
-    prefill_left = sum(request.num_prefill_left for request in prefilling)
-    most = min(prefill_left, pace.most_tokens(len(ready), 0, max_batch_tokens))
+    most = pace.most_tokens(len(ready), 0, min(num_prefill_left(prefilling), max_batch_tokens))
     floor = min(most, max(1, max_batch_tokens // _PREFILL_SHARE))
     max_rounds = max_batch_tokens - floor
     if len(ready) > max_rounds:
@@ -55,6 +54,11 @@ def shape_step(
     rounds = ready[np.argsort(table.arrival[ready])]
     most = min(most, max_batch_tokens - len(rounds))
     return StepShape(rounds, floor, most, max_draft_tokens=max_rounds - len(rounds))
+
+
+def num_prefill_left(prefilling: Sequence[Request]) -> int:
+    """Tokens that all of them still have to compute before they can run."""
+    return sum(request.num_prefill_left for request in prefilling)
 
 
 def split_prefill(prefilling: Sequence[Request], num_tokens: int) -> list[tuple[Request, int]]:

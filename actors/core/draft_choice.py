@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from actors.core.batching import num_prefill_left
 from actors.core.prefill_pace import PrefillPace
 from actors.core.rank_counters import RankCounters
 from actors.core.request import Request
@@ -44,6 +45,5 @@ def draft_facts(
     """What the step to come looks like before any block of it exists."""
     num_rounds = int(table.is_running.sum())
     room = max(0, max_batch_tokens - num_rounds)
-    prefill_left = sum(request.num_prefill_left for request in prefilling)
-    num_others = min(prefill_left, pace.most_tokens(num_rounds, 0, room))
+    num_others = pace.most_tokens(num_rounds, 0, min(num_prefill_left(prefilling), room))
     return DraftFacts(step, num_askable, num_rounds, num_others, room)

@@ -24,15 +24,18 @@ class PrefillPace:
         self._times = times
         self._mixed = ServedTimes()
 
-    def most_tokens(self, num_rounds: int, num_drafts: int, room: int) -> int:
-        """Prompt tokens beside `num_rounds` rounds with `num_drafts` draft tokens, of the `room` such a step has."""
-        if not num_rounds or room <= 1 or self._times is None or self._times.curve is None:
-            return room
-        sizes = num_rounds + num_drafts + np.arange(1, room + 1)
+    def most_tokens(self, num_rounds: int, num_drafts: int, wanted: int) -> int:
+        """Of `wanted` prompt tokens, those that may ride beside `num_rounds` rounds with `num_drafts` draft tokens.
+
+        Call it with what prompts can use and the step has room for: every size up to it is looked at.
+        """
+        if not num_rounds or wanted <= 1 or self._times is None or self._times.curve is None:
+            return wanted
+        sizes = num_rounds + num_drafts + np.arange(1, wanted + 1)
         step_s = self._times.round_time_s_at(sizes, 0) * self._mixed.ratio(sizes)
         limit_s = self._stretch * float(self._times.round_time_s_at(num_rounds, 0))
         too_long = np.flatnonzero(step_s > limit_s)
-        return max(1, int(too_long[0])) if len(too_long) else room
+        return max(1, int(too_long[0])) if len(too_long) else wanted
 
     def fold(self, batch_tokens: int, num_prefill: int, served_s: float) -> None:
         """Learn from a served step of rounds and `num_prefill` prompt tokens."""

@@ -19,6 +19,7 @@ import numpy as np
 from actors.core.admission import RankLimits
 from actors.core.batching import (
     build_plan,
+    num_prefill_left,
     request_at,
     shape_step,
     split_prefill,
@@ -162,7 +163,8 @@ class Rank:
         )
         num_drafts = int(decision.verify_len.sum())
         left = limits.max_batch_tokens - len(rounds) - num_drafts
-        most = self.pace.most_tokens(len(rounds), num_drafts, left)
+        wanted = min(num_prefill_left(book.prefilling), left)
+        most = self.pace.most_tokens(len(rounds), num_drafts, wanted)
         chunks = split_prefill(book.prefilling, most)
         plan = build_plan(
             self._step,
