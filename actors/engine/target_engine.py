@@ -24,7 +24,7 @@ from actors.engine.rebalance import Rebalancer
 from actors.engine.row_invariance import rows_are_invariant
 from actors.engine.special_rows import SpecialStep
 from actors.engine.target_model import StepInputs, TargetModel
-from actors.engine.weights import Checkpoint, CheckpointError
+from actors.engine.weights import Checkpoint, CheckpointError, telling_bytes
 from configs.schema import ClusterConfig
 from kernels import dispatch
 from kernels.kv_store import KvStore
@@ -33,7 +33,6 @@ from kernels.rejection import verify, verify_batch
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HASHED_BYTES = 1 << 20  # of both ends of a weight file: a hub model would take minutes in full
 
 
 class TorchTargetEngine:
@@ -278,13 +277,8 @@ def _check_fit(facts: ModelConfig, config: ClusterConfig, tap_layer_ids: tuple[i
 def identity(model_dir: Path, config: ClusterConfig) -> str:
     """A hash of what step times depend on: weights, dtype, device, numerics, block size, group, threads."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as stream:
-            digest.update(stream.read(HASHED_BYTES))
-            stream.seek(max(0, size - HASHED_BYTES))
-            digest.update(stream.read())
+    for part in telling_bytes(model_dir):
+        digest.update(part)
     name = torch.cuda.get_device_name() if config.model.device == "cuda" else "cpu"
     target = config.target
     facts: tuple[object, ...] = (config.model.dtype, name, config.model.numerics, target.block_size)

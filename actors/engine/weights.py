@@ -13,6 +13,7 @@ from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+HASHED_BYTES = 1 << 20  # of both ends of a weight file: a hub model would take minutes in full
 
 
 class CheckpointError(ValueError):
@@ -159,6 +160,17 @@ def embedding_tables(model_dir: Path, dtype: torch.dtype) -> tuple[Tensor, Tenso
     embed = weights["model.embed_tokens.weight"].to(dtype)
     head = weights["lm_head.weight"].to(dtype) if "lm_head.weight" in weights else embed
     return embed, head
+
+
+def telling_bytes(folder: Path) -> Iterator[bytes]:
+    """Yield what tells the weights of `folder` from others: each file's name and size, first and last megabyte."""
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        yield f"{path.name} {size}".encode()
+        with path.open("rb") as stream:
+            yield stream.read(HASHED_BYTES)
+            stream.seek(max(0, size - HASHED_BYTES))
+            yield stream.read()
 
 
 def _tensor_files(model_dir: Path) -> list[Path]:

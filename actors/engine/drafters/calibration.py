@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.core.calibration import CalibrationError, ConfidenceMap
 from actors.core.sampling import RULE_COUPLED, RULE_GREEDY, RULE_REJECTION
-from actors.engine.weights import Checkpoint, CheckpointError, read_config
+from actors.engine.weights import Checkpoint, CheckpointError, read_config, telling_bytes
 from kernels.markov_sample import DraftSampling
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ CALIBRATION_FILE = "calibration.json"
 RULES = {"greedy": RULE_GREEDY, "rejection": RULE_REJECTION, "coupled": RULE_COUPLED}
 # A table of another rule is taken only where the own rule has none: rules lie further apart than temperatures.
 OTHER_RULE = 100.0
-HASHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -147,15 +146,10 @@ def copy_tables(drafter_dir: Path, out_dir: Path) -> None:
 
 
 def drafter_identity(drafter_dir: Path) -> str:
-    """Return a hash of a drafter's weights: the size of each safetensors file with its first and last megabyte."""
+    """Return a hash of a drafter's weights (see `telling_bytes`)."""
     digest = hashlib.sha256()
-    for path in sorted(drafter_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as stream:
-            digest.update(stream.read(HASHED_BYTES))
-            stream.seek(max(0, size - HASHED_BYTES))
-            digest.update(stream.read())
+    for part in telling_bytes(drafter_dir):
+        digest.update(part)
     return digest.hexdigest()[:16]
 
 
