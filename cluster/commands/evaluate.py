@@ -22,13 +22,6 @@ def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="one drafter more, under this name in the report; may be repeated",
     )
-    parser.add_argument(
-        "--temperature",
-        choices=TEMPERATURES,
-        default="both",
-        help="default: both, where there is text",
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--no-latency", action="store_true", help="leave out what drafts cost")
     parser.add_argument("--out", metavar="DIR", help="folder for evaluation.json and the plots")
 
@@ -39,13 +32,6 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", metavar="DIR", help="drafter directory (default: model.drafter)"
     )
-    parser.add_argument(
-        "--temperature",
-        choices=TEMPERATURES,
-        default="both",
-        help="default: both, where there is text",
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--out", metavar="DIR", help="folder for the reliability plots")
 
 
@@ -56,6 +42,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work", type=Path, metavar="W", help="folder of training runs and of their held-out text"
     )
+    parser.add_argument(
+        "--temperature",
+        choices=TEMPERATURES,
+        default="both",
+        help="default: both, where there is text",
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

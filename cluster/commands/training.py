@@ -21,8 +21,7 @@ SPLITS = ("train", "held_out")
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    options.add_work(parser)
-    parser.add_argument("--target", metavar="MODEL", help="as model.path, which is the default")
+    _add_common(parser)
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -43,8 +42,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    options.add_work(parser)
-    parser.add_argument("--target", metavar="MODEL", help="as model.path, which is the default")
+    _add_common(parser)
     parser.add_argument(
         "--trainers",
         type=int,
@@ -55,6 +53,11 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "--export", type=Path, metavar="DIR", help="then write the drafter there, calibrated"
     )
     options.add_train_options(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    options.add_work(parser)
+    parser.add_argument("--target", metavar="MODEL", help="as model.path, which is the default")
 
 
 def generate(arguments: argparse.Namespace) -> int:
