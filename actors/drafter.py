@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from actors import tracing
-from actors.core.messages import CloseDraft, CommitBatch, Endpoint, ProposalBatch
+from actors.core.messages import CloseDraft, CommitBatch, ProposalBatch
 from actors.core.sampling import SamplingBatch
 from actors.engine.base import DrafterEngine, DrafterSpec
+from actors.engine.drafters.trial import trial_commit
 from actors.link import Role
 from actors.shell import Peers, Seat, Shell
 from configs.schema import ClusterConfig
@@ -264,24 +265,12 @@ def _profile_commit(
     features: np.ndarray[Any, Any], names: tuple[str, ...], first_position: int, committed_len: int
 ) -> CommitBatch:
     n, rows = len(names), committed_len - 1 - first_position
-    return CommitBatch(
-        rank=Endpoint("profile", "target", "", "", ""),
-        step=0,
-        request_ids=names,
-        generations=np.zeros(n, np.int32),
-        committed_lens=np.full(n, committed_len, np.int32),
-        anchor_token_ids=np.ones(n, np.int32),
-        wants_block=np.ones(n, bool),
-        first_positions=np.full(n, first_position, np.int32),
-        cu_feature_len=np.arange(0, n * rows + 1, rows, dtype=np.int32),
-        token_ids=np.ones(n * rows, np.int32),
-        features=np.tile(features, (n * rows, 1)),
-        verify_lens=np.zeros(n, np.int32),
-        sampling=SamplingBatch(
-            np.zeros(n, np.float32),
-            np.ones(n, np.float32),
-            np.zeros(n, np.int32),
-            np.zeros(n, np.uint64),
-            np.zeros(n, np.int8),
-        ),
+    greedy = SamplingBatch(
+        np.zeros(n, np.float32),
+        np.ones(n, np.float32),
+        np.zeros(n, np.int32),
+        np.zeros(n, np.uint64),
+        np.zeros(n, np.int8),
     )
+    every = np.tile(features, (n * rows, 1))
+    return trial_commit(names, first_position, committed_len, every, greedy)

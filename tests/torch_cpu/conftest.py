@@ -6,8 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.engine.checkpoint import find_model
+from tests.torch_cpu.group_streams import texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETER = ROOT / ".oracle" / "bin" / "python"
@@ -36,3 +38,16 @@ def bundled_model_expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`expected.bin` of the bundled model, in a folder of its own."""
     model_dir = find_model("smollm2-135m", progress=False)
     return run_oracle(tmp_path_factory.mktemp("bundled"), model_dir)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "llama"])
+def group_model(oracle_models: Path, request: pytest.FixtureRequest) -> Path:
+    """A mixture of experts, and a dense model whose feed-forwards are cut into slices."""
+    torch.set_num_threads(1)
+    return oracle_models / request.param
+
+
+@pytest.fixture(scope="module")
+def group_texts(group_model: Path) -> dict[str, list[int]]:
+    """What one rank makes of every kind of stream."""
+    return texts_of(group_model)

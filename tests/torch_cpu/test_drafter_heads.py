@@ -11,6 +11,7 @@ from torch import Tensor
 from actors.core.sampling import SamplingParams
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.heads import MarkovHead, draft_left_to_right
+from tests.torch_cpu.greedy_blocks import draft_greedy
 from tests.torch_cpu.tiny_drafters import (
     DFLASH,
     GREEDY,
@@ -190,7 +191,7 @@ def test_greedy_blocks_of_a_whole_text_equal_single_ones(kind: str) -> None:
     inputs = BlockInputs(
         stream.features[None, :28], stream.ids[None, 1:29], anchors[None], stream.ids[anchors][None]
     )
-    blocks = model.draft_greedy(inputs)
+    blocks = draft_greedy(model, inputs)
     assert blocks.confidence_logits is not None
     for i, anchor in enumerate(anchors.tolist()):
         ids, hidden = reference_block(model, stream, anchor + 1)

@@ -15,6 +15,7 @@ from actors.engine.drafters.mtp import MtpModel
 from actors.engine.drafters.pairs import PairModel
 from actors.engine.rotary import rotary_tables, rotate
 from actors.engine.weights import CheckpointError
+from tests.torch_cpu.greedy_blocks import draft_greedy
 from tests.torch_cpu.tiny_drafters import (
     Stream,
     commit_batch,
@@ -152,7 +153,7 @@ def test_a_padded_anchor_leaves_no_trace_in_the_gradient(model: PairModel) -> No
 def test_greedy_blocks_of_a_whole_text_equal_single_ones(model: PairModel) -> None:
     gamma, stream = model.config.block_size, Stream("a", 20, model.config)
     anchors = torch.arange(3, 18)
-    blocks = model.draft_greedy(inputs_at(stream, anchors, 17))
+    blocks = draft_greedy(model, inputs_at(stream, anchors, 17))
     for i, anchor in enumerate(anchors.tolist()):
         assert blocks.token_ids[0, i].tolist() == plain_block(model, stream, anchor + 1, gamma)
 

@@ -26,6 +26,7 @@ from tests.torch_cpu.format_files import (
     speculators_config,
     speculators_shapes,
 )
+from tests.torch_cpu.greedy_blocks import draft_greedy
 from tests.torch_cpu.rank_engines import write_tiny_llama
 from tests.torch_cpu.tiny_drafters import every_config, random_model
 
@@ -68,7 +69,7 @@ def check_same(one: DraftModel, other: DraftModel) -> None:
     torch.testing.assert_close(one.base_logits(left), other.base_logits(right))
     for a, b in zip(one.codes(left, previous), other.codes(right, previous), strict=True):
         torch.testing.assert_close(a, b)
-    blocks = one.draft_greedy(inputs), other.draft_greedy(inputs)
+    blocks = draft_greedy(one, inputs), draft_greedy(other, inputs)
     assert torch.equal(blocks[0].token_ids, blocks[1].token_ids)
     assert (blocks[0].confidence_logits is None) == (blocks[1].confidence_logits is None)
 

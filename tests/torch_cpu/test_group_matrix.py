@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from actors.core.lockstep import StepLayout
 from tests.torch_cpu.group_cluster import GroupCluster, group_config, until
@@ -18,29 +17,16 @@ from tests.torch_cpu.group_streams import (
     by_request,
     check_states,
     output,
-    texts_of,
 )
 
 Texts = dict[str, list[int]]
 
 
-@pytest.fixture(scope="module", params=["mixtral", "llama"])
-def model(oracle_models: Path, request: pytest.FixtureRequest) -> Path:
-    """A mixture of experts, and a dense model whose feed-forwards are cut into slices."""
-    torch.set_num_threads(1)
-    return oracle_models / request.param
-
-
 @pytest.fixture(scope="module")
-def texts(model: Path) -> Texts:
-    return texts_of(model)
-
-
-@pytest.fixture(scope="module")
-def pair(model: Path, texts: Texts) -> Iterator[GroupCluster]:
+def pair(group_model: Path, group_texts: Texts) -> Iterator[GroupCluster]:
     # Noise in one rank's confidences: were they to shape anything shared, the ranks would part.
-    config = group_config(model, 2, policy="lagged")
-    with GroupCluster(config, by_request(texts), jitter=1e-4) as cluster:
+    config = group_config(group_model, 2, policy="lagged")
+    with GroupCluster(config, by_request(group_texts), jitter=1e-4) as cluster:
         yield cluster
 
 
@@ -52,15 +38,15 @@ def pair(model: Path, texts: Texts) -> Iterator[GroupCluster]:
     ],
 )
 def test_a_group_goes_on_whatever_two_ranks_do(
-    pair: GroupCluster, texts: Texts, number: int, states: tuple[str, str]
+    pair: GroupCluster, group_texts: Texts, number: int, states: tuple[str, str]
 ) -> None:
-    check_states(pair, texts, states, number)
+    check_states(pair, group_texts, states, number)
 
 
 @pytest.fixture(scope="module")
-def four(model: Path, texts: Texts) -> Iterator[GroupCluster]:
-    config = group_config(model, 4, "all_to_all", policy="lagged")
-    with GroupCluster(config, by_request(texts), jitter=1e-4) as cluster:
+def four(group_model: Path, group_texts: Texts) -> Iterator[GroupCluster]:
+    config = group_config(group_model, 4, "all_to_all", policy="lagged")
+    with GroupCluster(config, by_request(group_texts), jitter=1e-4) as cluster:
         yield cluster
 
 
@@ -84,22 +70,22 @@ def test_the_states_of_four_ranks_cover_every_pair_of_every_two() -> None:
     [pytest.param(n, states, id="-".join(states)) for n, states in enumerate(rows_of_four())],
 )
 def test_a_group_goes_on_whatever_four_ranks_do(
-    four: GroupCluster, texts: Texts, number: int, states: tuple[str, ...]
+    four: GroupCluster, group_texts: Texts, number: int, states: tuple[str, ...]
 ) -> None:
-    check_states(four, texts, states, number)
+    check_states(four, group_texts, states, number)
 
 
 def test_confidences_that_differ_on_one_rank_change_no_layout_of_the_group(
-    model: Path, texts: Texts
+    group_model: Path, group_texts: Texts
 ) -> None:
     """What a rank schedules is its own affair; what the group computes is the same on both, whoever believes what."""
-    config = group_config(model, 2, policy="lagged")
-    with GroupCluster(config, by_request(texts), jitter=1.0) as cluster:
+    config = group_config(group_model, 2, policy="lagged")
+    with GroupCluster(config, by_request(group_texts), jitter=1.0) as cluster:
         for rank in (0, 1):
             cluster.submit(f"decode.{500 + rank}", rank, *STREAMS["decode"], GREEDY)
         cluster.finish("decode.500", "decode.501")
         for rank in (0, 1):
-            assert cluster.tokens(f"decode.{500 + rank}") == output(texts, "decode")
+            assert cluster.tokens(f"decode.{500 + rank}") == output(group_texts, "decode")
         agreed = cluster.agreed()  # asserts that both ranks hold the same layouts
         assert [layout.step for layout in agreed] == list(range(len(agreed)))
         assert any(0 in layout.num_tokens and layout.runs for layout in agreed)

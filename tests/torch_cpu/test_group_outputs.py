@@ -23,18 +23,6 @@ Texts = dict[str, list[int]]
 SEEDED = SamplingParams(seed=11)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "llama"])
-def model(oracle_models: Path, request: pytest.FixtureRequest) -> Path:
-    """A mixture of experts, and a dense model whose feed-forwards are cut into slices."""
-    torch.set_num_threads(1)
-    return oracle_models / request.param
-
-
-@pytest.fixture(scope="module")
-def texts(model: Path) -> Texts:
-    return texts_of(model)
-
-
 @pytest.fixture(scope="module")
 def mixtral(oracle_models: Path) -> Path:
     torch.set_num_threads(1)
@@ -65,23 +53,23 @@ def outputs(config: Any, texts: Texts) -> Texts:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, texts: Texts) -> Texts:
-    return outputs(group_config(model, 1, policy="none"), texts)
+def alone(group_model: Path, group_texts: Texts) -> Texts:
+    return outputs(group_config(group_model, 1, policy="none"), group_texts)
 
 
 @pytest.mark.parametrize("policy", ["none", "static_length"])
 @pytest.mark.parametrize("mode", DISPATCH_MODES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_group_of_any_size_writes_what_one_rank_without_speculation_writes(
-    model: Path,
-    texts: Texts,
+    group_model: Path,
+    group_texts: Texts,
     alone: Texts,
     size: int,
     mode: str,
     policy: str,
 ) -> None:
-    assert alone["decode 0"] == output(texts, "decode")
-    found = outputs(group_config(model, size, mode, policy), texts)
+    assert alone["decode 0"] == output(group_texts, "decode")
+    found = outputs(group_config(group_model, size, mode, policy), group_texts)
     for name, tokens in found.items():
         assert tokens == alone[f"{name.split()[0]} 0"], name
 

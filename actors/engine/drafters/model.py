@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,15 +20,6 @@ class BlockInputs:
     next_ids: Tensor  # [B, S] the token after each of these positions
     anchors: Tensor  # [B, N] positions, at most S
     anchor_ids: Tensor  # [B, N]
-
-
-@dataclass(frozen=True)
-class GreedyBlocks:
-    """Blocks drafted at temperature 0."""
-
-    token_ids: Tensor  # [B, N, gamma] target ids
-    confidence_logits: Tensor | None  # [B, N, gamma]; None without a confidence head
-    peaks: Tensor  # [B, N, gamma] largest draft probability of the slot, at temperature 1
 
 
 class DraftModel(nn.Module):
@@ -84,19 +74,6 @@ class DraftModel(nn.Module):
         logits [B, N, gamma]; None without a confidence head.
         """
         raise NotImplementedError
-
-    def draft_greedy(self, inputs: BlockInputs) -> GreedyBlocks:
-        """Draft every block at temperature 0."""
-        drafted: list[Tensor] = []
-        peaks: list[Tensor] = []
-
-        def choose(logits: Tensor) -> Tensor:
-            drafted.append(self.draft_ids[logits.argmax(-1)])
-            peaks.append(peak(logits))
-            return drafted[-1]
-
-        confidences = self.draft(inputs, choose)
-        return GreedyBlocks(torch.stack(drafted, -1), confidences, torch.stack(peaks, -1))
 
     def codes(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sequential head's codes [..., gamma, r] and its W2 [Vd, r]; r = 0 without one."""

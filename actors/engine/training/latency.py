@@ -7,7 +7,7 @@ repeated, so that what else the machine does falls on all alike; medians are rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.core.messages import CommitBatch, Endpoint
 from actors.core.sampling import SamplingBatch, SamplingParams
 from actors.engine.base import DrafterEngine
 from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.model import DraftModel
 from actors.engine.drafters.protocol import DrafterOptions
 from actors.engine.drafters.serve import engine_for
+from actors.engine.drafters.trial import trial_commit
 from actors.engine.training.frozen_target import FrozenTarget
 from configs.machine import multiplies_bfloat16
 
 BATCH = 16
 CONTEXT_LEN = 128
 GAMMAS = (4, 8, 12, 16)
-_RANK = Endpoint("measure", "target", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,9 @@ class _Drafts:
         rows = committed - 1 - first
         rng = np.random.default_rng(committed)
         features = rng.normal(size=(self._batch * rows, self._engine.spec.feature_dim))
-        message = _commit(self._batch, first, committed, features.astype(np.float32))
+        names = tuple(f"r{i}" for i in range(self._batch))
+        sampling = SamplingBatch.of([SamplingParams(noise_key=i) for i in range(self._batch)])
+        message = trial_commit(names, first, committed, features.astype(np.float32), sampling)
         started = time.perf_counter()
         proposal = self._engine.advance(message)
         seconds = time.perf_counter() - started
@@ -144,23 +145,3 @@ class _Verify:
         seen = self._target.forward(self._ids, self._start, self._rows, 0)
         self._target.head(seen.hidden).float().argmax(-1)
         return time.perf_counter() - started
-
-
-def _commit(batch: int, first: int, committed: int, features: np.ndarray[Any, Any]) -> CommitBatch:
-    rows = committed - 1 - first
-    sampled: Sequence[SamplingParams] = [SamplingParams(noise_key=i) for i in range(batch)]
-    return CommitBatch(
-        rank=_RANK,
-        step=0,
-        request_ids=tuple(f"r{i}" for i in range(batch)),
-        generations=np.zeros(batch, np.int32),
-        committed_lens=np.full(batch, committed, np.int32),
-        anchor_token_ids=np.ones(batch, np.int32),
-        wants_block=np.ones(batch, bool),
-        first_positions=np.full(batch, first, np.int32),
-        cu_feature_len=np.arange(0, batch * rows + 1, rows, dtype=np.int32),
-        token_ids=np.ones(batch * rows, np.int32),
-        features=features,
-        verify_lens=np.zeros(batch, np.int32),
-        sampling=SamplingBatch.of(list(sampled)),
-    )
