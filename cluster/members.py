@@ -28,7 +28,7 @@ from actors.shell import Seat
 from actors.target import TargetActor
 from cluster.model_share import SOURCE, ModelSource
 from cluster.parts import Parts
-from cluster.placement import Placement, Slot, no_room, thread_environment
+from cluster.placement import MARK_AMOUNT, Placement, Slot, no_room, thread_environment
 from cluster.supervisor import HANG_AFTER_S, Supervisor
 from configs.schema import ClusterConfig
 
@@ -79,7 +79,10 @@ class Members:
     def share(self, folders: dict[str, str]) -> None:
         """Hand out these folders of this machine, by their digests, for as long as the cluster runs."""
         if folders:
-            self._start(ModelSource, SOURCE, folders)
+            here = ray.get_runtime_context().get_node_id()
+            affinity = NodeAffinitySchedulingStrategy(here, soft=False)  # the folders lie here only
+            options = {"num_cpus": 0, "scheduling_strategy": affinity}
+            self._start(ModelSource, SOURCE, folders, options=options)
 
     def start(
         self,
@@ -103,8 +106,9 @@ class Members:
 
         watching = (config, HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
         supervising = (watched, membership, host, NAMESPACE, *watching, dict(about))
-        self._start(Supervisor, "supervisor", *supervising)
-        self._start(AllocatorActor, "allocator", seat("allocator"), config)
+        beside = _beside_ingress(config)
+        self._start(Supervisor, "supervisor", *supervising, options=beside)
+        self._start(AllocatorActor, "allocator", seat("allocator"), config, options=beside)
         for slot in placement.drafters:
             place = seat(slot.name, slot.num_threads)
             options = self._options(slot, placement)
@@ -130,17 +134,8 @@ class Members:
             "runtime_env": environment,
         }
 
-    def _start(
-        self, cls: type, name: str, *arguments: Any, options: dict[str, Any] | None = None
-    ) -> None:
-        """Create a named actor that Ray starts again for ever; without options it stays on this node."""
-        if options is None:
-            here = ray.get_runtime_context().get_node_id()
-            options = {
-                "num_cpus": 0,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True),
-                "runtime_env": {"env_vars": thread_environment(1)},
-            }
+    def _start(self, cls: type, name: str, *arguments: Any, options: dict[str, Any]) -> None:
+        """Create a named actor that Ray starts again for ever."""
         actor: Any = ray.remote(cls).options(
             name=name,
             namespace=NAMESPACE,
@@ -184,6 +179,19 @@ class Members:
             for name in names:
                 with survive(name):
                     ray.kill(self.actors[name])
+
+
+def _beside_ingress(config: ClusterConfig) -> dict[str, Any]:
+    """Ray options of what computes little and must not share a machine's fate with a rank: where the ingress may be."""
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "runtime_env": {"env_vars": thread_environment(1)},
+    }
+    if mark := config.ingress.node_resource:
+        # No affinity to one node: Ray gives a soft one up when it pleases, and a hard one dies with its node.
+        return options | {"resources": {mark: MARK_AMOUNT}}
+    here = ray.get_runtime_context().get_node_id()
+    return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
 
 def pool_name(number: int) -> str:

@@ -68,6 +68,8 @@ class RaySession:
         _log_what_ray_prints()
         os.environ[MARK] = self._mark
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # A busy machine needs longer than Ray's default for the agents of its node to come up.
+        os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
         try:
             if self._address is not None:
                 # A local start turns token authentication on by itself, joining by address does not.

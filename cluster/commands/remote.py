@@ -137,6 +137,7 @@ def _deploy_from_afar(file: LauncherFile, arguments: argparse.Namespace) -> dict
         if isinstance(folder, str) and is_folder(folder):
             there = f"{REMOTE_FOLDER}/models/{digest_of(Path(folder).expanduser())[:16]}"
             note(f"copying {folder} to the head")
+            file.ray("exec", f"mkdir -p {there}")  # rsync makes the last folder of a path only
             file.ray("rsync-up", f"{Path(folder).expanduser()}/", f"{there}/")
             model[name] = there
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from cluster import serve_proxy
-from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
+from cluster.serve_proxy import (
+    IngressStartError,
+    node_environment,
+    remove_proxy_files,
+    serve_environment,
+)
 from configs.ingress import IngressConfig
 
 
@@ -70,3 +75,27 @@ def test_only_our_own_folder_is_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(tmp_path))
     remove_proxy_files()
     assert tmp_path.exists()
+
+
+def test_haproxy_accepts_the_length_of_every_socket_of_a_node():
+    environment = node_environment()
+    sockets = [path for path in environment.values() if path.endswith(".sock")]
+    assert len(sockets) == 2
+    for path in map(Path, sockets):  # Serve puts the node's id in between
+        assert len(str(path.parent / ("0" * 56) / path.name)) <= 97
+
+
+def test_the_sockets_of_a_node_are_for_its_user_alone(tmp_path):
+    folder = tmp_path / "run"
+    environment = node_environment(tmp_path / "kept", folder)
+    assert environment["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{folder}/admin.sock"
+    assert Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"]).parent == tmp_path / "kept"
+    assert folder.stat().st_mode & 0o077 == 0
+    node_environment(tmp_path / "kept", folder)  # a second start finds its own
+    folder.chmod(0o770)
+    with pytest.raises(IngressStartError, match="remove it"):
+        node_environment(tmp_path / "kept", folder)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "kept")
+    with pytest.raises(IngressStartError, match="remove it"):
+        node_environment(tmp_path / "kept", link)
