@@ -19,13 +19,14 @@ import yaml
 
 from cluster.commands.signals import interruptible, on_signal
 from cluster.console import CommandError, emit_json, note, say, table
-from cluster.launcher_file import LauncherFile, ensure_token
+from cluster.launcher_file import ENTER, LauncherFile, ensure_token
 from cluster.model_share import digest_of, is_folder
 from configs.load import load, settings
 
 NODES_TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 2.0
 REMOTE_FOLDER = "~/dspark"
+END_RAY = "ray stop --grace-period 30"  # a busy machine needs longer than Ray's default
 TARGET_COLUMNS = ("name", "role", "state", "node_ip", "num_restarts", "reason")
 
 
@@ -76,12 +77,18 @@ def down(arguments: argparse.Namespace) -> int:
         file.on_head("stop", "--cluster", "auto")
     except CommandError as error:
         note(f"nothing was ended in order: {error}")
-    file.ray("down", "--yes")
-    # Of our own machines Ray ends the head alone. It goes first: it would start a worker again.
     failures = []
+    if file.is_local:
+        # Ray leaves our own machines running, and looks for itself on the head where it is not. The head goes first: it
+        # would start a worker again.
+        try:
+            file.ray("exec", f"{ENTER}; {END_RAY}")
+        except CommandError as error:
+            failures.append(str(error))
+    file.ray("down", "--yes")
     for address in file.workers:
         try:
-            file.on_worker(address, "ray stop")
+            file.on_worker(address, END_RAY)
         except CommandError as error:
             failures.append(str(error))
     if failures:

@@ -16,7 +16,7 @@ import yaml
 
 from configs.load import load
 from configs.schema import ClusterConfig
-from tests.cluster import tiny_mixture
+from tests.cluster import slow_host, tiny_mixture
 from tests.cluster.hosts import ENVIRONMENT, Host, Network
 from tests.cluster.one_process import greedy
 from tests.cluster.operator_machine import Operator
@@ -74,6 +74,15 @@ class Drill:
         with step("dspark up: ray up on the four hosts"):
             up = self.operator.dspark("up", str(self.operator.file))
             assert len(up["nodes"]) == 1 + len(WORKERS), up
+        if self.arguments.only != "slow":
+            self._lose_a_host()
+        if self.arguments.only != "loss":
+            self._slow_a_host()
+        with step("dspark down: no Ray on any host"):
+            self.operator.dspark("down", str(self.operator.file))
+            self._check_hosts_are_idle()
+
+    def _lose_a_host(self) -> None:
         with step("dspark deploy: two groups of two ranks, the model copied to the hosts"):
             deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
             self.endpoint = deployed["endpoint"]
@@ -89,12 +98,28 @@ class Drill:
             self._await_all_ready()
         with step("all ranks take part again"):
             self._compare(self._load().finish())
+        self._end_deployment()
+
+    def _slow_a_host(self) -> None:
+        slow = self.network.hosts["h1"]
+        with step(
+            f"{slow.name} gets {slow_host.CORES} of a core; the bundled model on a rank a host"
+        ):
+            slow.limit_cpu(slow_host.CORES)
+            model = slow_host.settings(self._settings()["ingress"])
+            self.settings.write_text(yaml.safe_dump(model), encoding="utf-8")
+            deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
+            self.endpoint = deployed["endpoint"]
+            ranks = {rank["node_ip"]: name for name, rank in self._ranks().items()}
+            assert set(ranks) == set(WORKERS.values()), ranks
+        with step("budgets of their own against equal ones"):
+            slow_host.compare(self.operator, self.endpoint, ranks[slow.address])
+        self._end_deployment()
+
+    def _end_deployment(self) -> None:
         with step("dspark stop"):
             self.operator.on_cluster("stop")
             assert not self.operator.on_cluster("status")["deployed"]
-        with step("dspark down: no Ray on any host"):
-            self.operator.dspark("down", str(self.operator.file))
-            self._check_hosts_are_idle()
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

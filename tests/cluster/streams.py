@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ SILENCE_S = 150.0  # longer than a host may take to be missed, with room for a b
 class Stream:
     """What one client has seen so far."""
 
-    prompt: list[int]
+    prompt: list[int] | str
     tokens: list[int] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     is_done: bool = False
@@ -31,7 +32,7 @@ class Load:
     """Streams of the same length, one for each prompt, read by a thread of its own."""
 
     def __init__(
-        self, endpoint: str, model: str, prompts: list[list[int]], num_tokens: int
+        self, endpoint: str, model: str, prompts: Sequence[list[int] | str], num_tokens: int
     ) -> None:
         self._endpoint, self._model, self._num_tokens = endpoint, model, num_tokens
         self.streams = [Stream(prompt) for prompt in prompts]

@@ -111,7 +111,8 @@ def test_deploy_sends_settings_as_they_were_written_and_the_models_folder(
     arguments = [word for setting in settings for word in ("--set", setting)]
     assert main(["deploy", "--cluster", file, "--json", *arguments]) == 0
     there = f"~/dspark/models/{digest_of(model)[:16]}"
-    assert cluster.calls[0] == ("rsync-up", f"{model}/", f"{there}/")
+    assert cluster.calls[0] == ("exec", f"mkdir -p {there}")  # rsync makes one level only
+    assert cluster.calls[1] == ("rsync-up", f"{model}/", f"{there}/")
     # Each machine decides its own number format.
     assert cluster.sent["model"] | {"dtype": "auto", "path": there} == cluster.sent["model"]
     assert cluster.sent["target"]["num_ranks"] == 2
@@ -130,8 +131,10 @@ def test_down_ends_the_deployment_then_the_head_then_the_workers(
     cluster: Cluster, file: str
 ) -> None:
     assert main(["down", file]) == 0
-    assert [call[0] for call in cluster.calls] == ["head", "down", "10.0.0.2"]
+    assert [call[0] for call in cluster.calls] == ["head", "exec", "down", "10.0.0.2"]
     assert cluster.calls[0][1] == "stop"
+    # `ray down` itself looks for `ray` where a login finds none, and goes on without it.
+    assert cluster.calls[1][1].startswith(". ~/dspark/setup/node.sh; ray stop")
 
 
 def test_down_names_a_worker_that_was_not_reached(

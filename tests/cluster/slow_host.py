@@ -1,0 +1,153 @@
+"""One host of three computes slower: its profile, its budgets, and what they bring against equal budgets."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.cluster.operator_machine import Operator
+from tests.cluster.steps import say
+from tests.cluster.streams import Load
+
+CORES = 0.4  # of the slowed host
+ROUNDS = 3  # each policy is measured so often, in turns
+STREAMS, TOKENS = 12, 64
+# What an assistant is asked, so that the drafter has something to foresee.
+QUESTIONS = (
+    "Write a Python function that reverses a linked list.",
+    "List the planets of the solar system, in order.",
+    "What is 17 times 23? Show each step.",
+    "Explain in three sentences how a bicycle stays upright.",
+    "Write a SQL query that counts the orders of each customer.",
+    "Give me a recipe for pancakes with exact amounts.",
+)
+_SAMPLE = re.compile(r"^dspark:(rounds|scheduled_tokens)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_RANK = re.compile(r'rank="([^"]+)"')
+
+
+def settings(ingress: dict[str, Any]) -> dict[str, Any]:
+    """The bundled model on three ranks of their own, one a host."""
+    return {
+        "model": {"name": "drill", "dtype": "float32", "device": "cpu", "max_model_len": 512},
+        "target": {
+            "num_ranks": 3,
+            "num_cpus": 1,
+            "num_threads": 1,
+            "node_resource": "target",
+            "kv_cache_tokens": 16384,
+            "max_running": 8,
+        },
+        "drafter": {"num_actors": 3, "num_cpus": 0, "num_threads": 1},
+        "ingress": ingress,
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load under one policy."""
+
+    tokens_per_s: float
+    draft_tokens_a_round: dict[str, float]  # by rank, verified
+    share: dict[str, float]  # of all rounds, by rank
+    texts: tuple[tuple[int, ...], ...]
+
+
+def compare(operator: Operator, endpoint: str, slow_rank: str) -> None:
+    """Measure `lagged` and equal budgets in turns; say what was found.
+
+    Raises:
+        AssertionError: a budget changed what is said, or the slow rank did not get the smaller one.
+    """
+    for tokens, (slow_ms, healthy_ms) in _curves(operator, slow_rank).items():
+        say(
+            f"a step of {tokens} tokens takes {slow_ms:.1f} ms there, {healthy_ms:.1f} ms elsewhere"
+        )
+        assert slow_ms > healthy_ms
+    own = [_measure(endpoint)]  # also warms everything up
+    length = max(1, round(statistics.mean(_healthy(own[0].draft_tokens_a_round, slow_rank))))
+    own, equal = [], []
+    for _ in range(ROUNDS):
+        _order(operator, "fixed", length)
+        equal.append(_measure(endpoint))
+        _order(operator, "lagged", length)
+        own.append(_measure(endpoint))
+    assert len({measured.texts for measured in own + equal}) == 1, "budgets changed the texts"
+    _report(own, equal, slow_rank, length)
+
+
+def _report(own: list[Measured], equal: list[Measured], slow_rank: str, length: int) -> None:
+    drafts = [m.draft_tokens_a_round for m in own]
+    slow = statistics.median(d.get(slow_rank, 0.0) for d in drafts)
+    healthy = statistics.median(x for d in drafts for x in _healthy(d, slow_rank))
+    share = statistics.median(m.share.get(slow_rank, 0.0) for m in own)
+    say(
+        f"draft tokens a round: {slow:.2f} there, {healthy:.2f} elsewhere; {share:.0%} of the rounds ran there"
+    )
+    speeds = [[m.tokens_per_s for m in runs] for runs in (own, equal)]
+    gains = [a / b for a, b in zip(*speeds, strict=True)]
+    say(
+        f"tokens/s, median of {ROUNDS}: {statistics.median(speeds[0]):.1f} with budgets of their own, "
+        f"{statistics.median(speeds[1]):.1f} with {length} for everybody; "
+        f"ratio {statistics.median(gains):.2f} (from {min(gains):.2f} to {max(gains):.2f})"
+    )
+    assert slow < healthy, "the slow host was given no smaller budget"
+
+
+def _healthy(by_rank: dict[str, float], slow_rank: str) -> list[float]:
+    return [value for rank, value in by_rank.items() if rank != slow_rank]
+
+
+def _curves(operator: Operator, slow_rank: str) -> dict[int, tuple[float, float]]:
+    """By tokens of a step, the smallest and the largest that was measured: milliseconds there, and the others' mean."""
+    ranks = {rank["name"]: rank for rank in operator.on_cluster("profile")["ranks"]}
+    sizes = ranks[slow_rank]["batch_tokens"]
+    found = {}
+    for size in (sizes[0], sizes[-1]):
+        cost = {
+            name: 1e3 * rank["step_time_s"][rank["batch_tokens"].index(size)]
+            for name, rank in ranks.items()
+            if size in rank["batch_tokens"]
+        }
+        found[size] = (cost[slow_rank], statistics.mean(_healthy(cost, slow_rank)))
+    return found
+
+
+def _order(operator: Operator, policy: str, length: int) -> None:
+    operator.on_cluster(
+        "rollout", "--set", f"policy.name={policy}", "--set", f"policy.static_length={length}"
+    )
+
+
+def _measure(endpoint: str) -> Measured:
+    prompts = [QUESTIONS[i % len(QUESTIONS)] for i in range(STREAMS)]
+    before, started = _counts(endpoint), time.monotonic()
+    streams = Load(endpoint, "drill", prompts, TOKENS).start().finish()
+    seconds = time.monotonic() - started
+    after = _counts(endpoint)
+    gone = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    rounds = {rank: gone["rounds", rank] for kind, rank in gone if kind == "rounds"}
+    sent = {rank: gone.get(("scheduled_tokens", rank), 0.0) for rank in rounds}
+    return Measured(
+        sum(len(stream.tokens) for stream in streams) / seconds,
+        {rank: sent[rank] / count for rank, count in rounds.items() if count},
+        {rank: count / sum(rounds.values()) for rank, count in rounds.items()},
+        tuple(tuple(stream.tokens) for stream in streams),
+    )
+
+
+def _counts(endpoint: str) -> dict[tuple[str, str], float]:
+    """Rounds and verified draft tokens so far, by rank."""
+    time.sleep(2.5)  # the supervisor asks the members at most once a second
+    url = endpoint.removesuffix("/v1") + "/metrics"
+    counts: dict[tuple[str, str], float] = {}
+    for name, labels, value in _SAMPLE.findall(httpx.get(url, timeout=20, trust_env=False).text):
+        found = _RANK.search(labels)
+        assert found is not None, labels
+        key = (name, found[1])
+        counts[key] = counts.get(key, 0.0) + float(value)
+    return counts
