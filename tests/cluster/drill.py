@@ -106,8 +106,9 @@ class Drill:
             f"{slow.name} gets {slow_host.CORES} of a core; the bundled model on a rank a host"
         ):
             slow.limit_cpu(slow_host.CORES)
-            model = slow_host.settings(self._settings()["ingress"])
-            self.settings.write_text(yaml.safe_dump(model), encoding="utf-8")
+            there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+            values = slow_host.settings(there["ingress"])
+            self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
             deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
             self.endpoint = deployed["endpoint"]
             ranks = {rank["node_ip"]: name for name, rank in self._ranks().items()}
