@@ -18,7 +18,8 @@ from actors.core.messages import Endpoint, RankProfile, StepReport, Subscribe
 from actors.core.service_class import classes_of
 from actors.core.sps import CurveError
 from actors.link import Role
-from actors.shell import Peers, Seat, Shell
+from actors.peers import Peers, Seat
+from actors.shell import Shell
 from configs.change import PolicyOrder
 from configs.schema import ClusterConfig
 

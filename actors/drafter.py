@@ -16,7 +16,8 @@ from actors.core.sampling import SamplingBatch
 from actors.engine.base import DrafterEngine, DrafterSpec
 from actors.engine.drafters.trial import trial_commit
 from actors.link import Role
-from actors.shell import Peers, Seat, Shell
+from actors.peers import Peers, Seat
+from actors.shell import Shell
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,9 @@ class DrafterActor(Shell):
     @property
     def draft_times(self) -> DraftTimes:
         return self._draft_times
+
+    def adopt(self, config: ClusterConfig) -> None:
+        self._config = config
 
     def prepare(self) -> str:
         self.enter("loading", str(self._config.model.drafter))

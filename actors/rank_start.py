@@ -18,7 +18,7 @@ from actors.core.rank import Outgoing, Rank
 from actors.core.rank_calibration import RankCalibration
 from actors.core.service_class import ClassAllocation, classes_of
 from actors.core.sps import RankTimes
-from actors.engine.base import TargetEngine, TargetSpec
+from actors.engine.base import DrafterSpec, TargetEngine, TargetSpec
 from actors.group_member import GroupMember
 from actors.timing import TimedDecider
 from configs.policy import PolicyConfig
@@ -100,6 +100,15 @@ def policy_of(policy: PolicyConfig, times: RankTimes | None = None) -> LocalPoli
     """What the rank goes by without a budget of the allocator's; `times`: what an earlier policy has learned."""
     lengths = policy.static_length, policy.static_threshold
     return LocalPolicy(policy.name, *lengths, policy.min_predicted_gain, times)
+
+
+def misfit(drafter: DrafterSpec, target: TargetSpec, gamma: int) -> str:
+    """Why this rank cannot use that drafter, as happens in the middle of a rollout; '' when it can."""
+    if drafter.gamma != gamma:
+        return f"it offers blocks of gamma={drafter.gamma}, not {gamma}"
+    if drafter.tap_layer_ids != target.tap_layer_ids:
+        return f"it reads layers {drafter.tap_layer_ids}, not {target.tap_layer_ids}"
+    return ""
 
 
 def farewells(rank: Rank, old: Sequence[Endpoint], staying: Sequence[Endpoint]) -> Outgoing:

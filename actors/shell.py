@@ -16,82 +16,25 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from actors import tracing
 from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
-from actors.link import Link, Membership, Role, open_link
+from actors.link import Link, Role, open_link
 from actors.link.local import Frames
-from configs.change import PolicyOrder
-from configs.schema import TelemetryConfig
+from actors.peers import Description, Peers, Phase, Seat
+from configs.revisions import FIRST, Revision
+from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Phase = Literal[
-    "starting", "loading", "forming", "measuring", "ready", "draining", "stopped", "failed"
-]
-
 FAILED_START_VISIBLE_S = 3.0  # so that the starter can read the cause before Ray tries again
 CONTROL_TIMEOUT_S = 30.0
+ASK_INTERVAL_S = 0.5  # between two tries to learn one's settings
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where and as whom a shell runs; the same for every incarnation."""
-
-    name: str
-    membership: Membership
-    host: str | None = None  # address the link listens on; None: this node's
-    num_threads: int = 1
-    namespace: str = "dspark"
-    rank: int = 0  # of a target: its number in the cluster
-    telemetry: TelemetryConfig | None = None  # where traces go
-
-
-@dataclass(frozen=True)
-class DrafterFacts:
-    """A drafter that ranks may use."""
-
-    endpoint: Endpoint
-    spec: DrafterSpec
-    draft_times: tuple[tuple[int, float], ...]  # (requests, measured seconds)
-
-
-@dataclass(frozen=True)
-class Peers:
-    """Everybody a shell may talk to, as of one version of the supervisor's routing table."""
-
-    version: int
-    ranks: tuple[Endpoint, ...] = ()
-    drafters: tuple[DrafterFacts, ...] = ()  # of a rank: only those assigned to it
-    allocator: Endpoint | None = None
-    order: PolicyOrder | None = None  # None: the policy of the configuration
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a shell says about itself at any time."""
-
-    name: str
-    role: Role
-    phase: Phase
-    detail: str
-    endpoint: Endpoint | None
-    spec: TargetSpec | DrafterSpec | None
-    draft_times: tuple[tuple[int, float], ...]
-    peers_version: int
-    turn_age_s: float  # since the loop last came round; grows while one step is computed
-    pid: int
-    node_ip: str
-    warning: str = ""  # a promise that does not hold here
-    integrity_problems: tuple[str, ...] = ()  # of the last check of an idle rank
-    offer: str = ""  # host:port of the store of a process that waits to be put into a group
-    waited_s: float = 0.0  # in a collective of its group: how long others have held it up
-    order: PolicyOrder | None = None  # the policy it was last told
 
 
 class Shell:
@@ -119,6 +62,7 @@ class Shell:
         self._phase: Phase = "starting"
         self._detail = ""
         self.warning = ""
+        self.revision = FIRST  # of the settings it was started with
         self.integrity_problems: tuple[str, ...] = ()
         self._last_turn = time.monotonic()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -136,6 +80,13 @@ class Shell:
     def prepare(self) -> str:
         """Load and measure, before the first turn, with `self.link` open. Returns what to say when ready."""
         return ""
+
+    def begin(self, note: str) -> None:
+        """All is prepared, the first turn comes next; `note` is what `prepare` had to say."""
+        self.enter("ready", note)
+
+    def adopt(self, config: ClusterConfig) -> None:
+        """Start with these settings instead of those it was made with."""
 
     def turn(self) -> None:
         """Poll, decide, compute, send: once."""
@@ -182,7 +133,8 @@ class Shell:
             seat = self.seat
             who, own_actor = (seat.name, self.role), f"{seat.namespace}/{seat.name}"
             self.link = open_link(self._link_kind, *who, seat.membership, self.host, own_actor)
-            self.enter("ready", self.prepare())
+            self._learn_settings()
+            self.begin(self.prepare())
             while not self._stopping.is_set():
                 self._obey()
                 self.turn()
@@ -196,6 +148,13 @@ class Shell:
             if hasattr(self, "link"):
                 self.link.close()
             tracing.flush()
+
+    def _learn_settings(self) -> None:
+        """A process that Ray has started again runs what was rolled out since the first one was made."""
+        revision = assigned_revision(self.seat, self._stopping)
+        if revision is not None:
+            self.revision = revision.number
+            self.adopt(revision.config)
 
     def _obey(self) -> None:
         while self._commands:
@@ -253,6 +212,8 @@ class Shell:
             offer=self.offer,
             waited_s=self.waited_s,
             order=self.peers.order,
+            assignment=self.peers.assignment,
+            revision=self.revision,
         )
 
     async def connect(self, peers: Peers) -> None:
@@ -262,10 +223,14 @@ class Shell:
     def _connect(self, peers: Peers) -> None:
         if peers.version > self.peers.version:
             old = self.peers
-            # A supervisor that has just started may not have heard of the newest policy yet.
+            # A supervisor that has just started may not have heard of the newest policy or revision yet.
             orders = [order for order in (old.order, peers.order) if order is not None]
-            newest = max(orders, key=lambda order: order.number, default=None)
-            self.peers = replace(peers, order=newest)
+            wishes = [wish for wish in (old.assignment, peers.assignment) if wish is not None]
+            self.peers = replace(
+                peers,
+                order=max(orders, key=lambda order: order.number, default=None),
+                assignment=max(wishes, key=lambda wish: wish.version, default=None),
+            )
             self.meet(old, self.peers)
 
     async def stop(self) -> None:
@@ -298,3 +263,26 @@ def _node_ip() -> str:
     if not ray.is_initialized():
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())
+
+
+def assigned_revision(seat: Seat, stopping: threading.Event) -> Revision | None:
+    """What the supervisor wants a restarted actor to run; None in its first process, which has it already."""
+    import ray
+    from ray.exceptions import RayError
+
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.get_actor_id() is None:
+        return None
+    if not context.was_current_actor_reconstructed:
+        return None
+    while not stopping.is_set():
+        try:
+            supervisor: Any = ray.get_actor("supervisor", namespace=seat.namespace)
+            found: Revision = ray.get(
+                supervisor.revision_of.remote(seat.name), timeout=CONTROL_TIMEOUT_S
+            )
+            return found
+        except (ValueError, RayError) as error:  # it may be starting again itself
+            log.warning("%s cannot learn its settings yet: %s", seat.name, error)
+            stopping.wait(ASK_INTERVAL_S)
+    return None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cluster.commands.bench import add_options as add_bench_options
 from cluster.commands.evaluate import add_calibrate_options, add_evaluate_options
 from cluster.commands.export import add_options as add_export_options
+from cluster.commands.rollout import add_options as add_rollout_options
 from cluster.commands.simulate import add_options as add_simulate_options
 from cluster.commands.training import add_generate_options, add_train_options
 from cluster.commands.upcycle import add_options as add_upcycle_options
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cluster(status)
 
     _add_many_machines(commands)
+    _add_changes(commands)
     _add_chat(commands)
     _add_explain(commands)
     _add_profile(commands)
@@ -130,6 +132,26 @@ def _add_many_machines(commands: argparse._SubParsersAction[argparse.ArgumentPar
     deploy = _add(commands, "deploy", "cluster.commands.remote:deploy", "serve on a running Ray")
     _add_cluster(deploy, required=True)
     _add_config(deploy)
+
+
+def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What changes a cluster while it serves."""
+    where = "cluster.commands.rollout"
+    rollout = _add(
+        commands,
+        "rollout",
+        f"{where}:rollout",
+        "change settings or drafter weights member by member, without a failed stream",
+    )
+    _add_cluster(rollout)
+    add_rollout_options(rollout)
+    for name, summary in (
+        ("drain", "send no new streams to a rank"),
+        ("undrain", "send streams to a drained rank again"),
+    ):
+        command = _add(commands, name, f"{where}:{name}", summary)
+        command.add_argument("member", help="name of the rank, such as target-1")
+        _add_cluster(command)
 
 
 def _add_cluster(parser: argparse.ArgumentParser, *, required: bool = False) -> None:

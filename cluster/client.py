@@ -49,6 +49,9 @@ class Answer:
         return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
+FAILED_STREAMS = "dspark:num_failed_total{"  # in /metrics, one line for each replica
+
+
 class EndpointClient:
     """Talks to `base_url` (…/v1). Raises CommandError with one line the user can act on."""
 
@@ -89,6 +92,19 @@ class EndpointClient:
         except ValueError as error:
             raise _not_ours(self.base_url) from error
         return body if isinstance(body, dict) else {"status": body}
+
+    def failed_streams(self) -> int:
+        """Streams that ended with an error event, since the replicas started.
+
+        Raises:
+            CommandError: the endpoint cannot be reached.
+        """
+        try:
+            response = self._http.get(f"{self.base_url.removesuffix('/v1')}/metrics")
+        except httpx.HTTPError as error:
+            raise _unreachable(self.base_url, error) from error
+        lines = (line for line in response.text.splitlines() if line.startswith(FAILED_STREAMS))
+        return sum(int(float(line.split()[-1])) for line in lines)
 
     def explain(self, response_id: str) -> dict[str, Any]:
         """What the cluster kept of the rounds of a response (`cluster.explanations.Explanation`)."""

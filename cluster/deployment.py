@@ -28,10 +28,15 @@ class Deployment:
     version: str  # of this software, where it was deployed from
     deployed_at_s: float  # seconds since the epoch
     num_pools: int  # placement groups
-    settings: dict[str, Any]  # the configuration
+    settings: dict[str, Any]  # the configuration, as it was deployed
+    is_local: bool = (
+        False  # all on one machine: folders are named as they are, not by their content
+    )
 
     @classmethod
-    def of(cls, config: ClusterConfig, num_pools: int, address: str) -> Deployment:
+    def of(
+        cls, config: ClusterConfig, num_pools: int, address: str, *, is_local: bool
+    ) -> Deployment:
         """`address` is that of the node it is deployed from."""
         return cls(
             config.ingress.endpoint(address),
@@ -41,6 +46,7 @@ class Deployment:
             time.time(),
             num_pools,
             config.model_dump(mode="json"),
+            is_local,
         )
 
 

@@ -210,6 +210,7 @@ class Dispatcher:
         """The stream is over."""
         self._streams.pop(stream.request_id, None)
         self.counters.num_late_deltas += stream.journal.num_late
+        self.counters.num_failed += stream.has_failed
 
     def leave(self, rank: Endpoint, stream: LiveStream, *, is_done: bool) -> None:
         """A stream is on this rank no more; unless the rank has ended it itself, it must stop now."""

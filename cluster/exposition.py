@@ -277,6 +277,10 @@ def _members(page: Page, observation: Observation) -> None:
     for member in observation.members:
         who = {"member": member["name"], "role": member["role"]}
         page.gauge("dspark:member_up", "Ready.", float(member["state"] == "ready"), **who)
+        text = "Of the settings it runs; a rollout raises it."
+        page.gauge("dspark:member_revision", text, member["revision"], **who)
+        draining = float(member["state"] == "draining")
+        page.gauge("dspark:member_draining", "It takes no new streams.", draining, **who)
         text = "Times it came back after its process had ended."
         page.counter("dspark:recoveries", text, member["num_restarts"], **who)
         stats = observation.stats.get(member["name"])

@@ -41,6 +41,7 @@ from cluster.openai_responses import Envelope
 from cluster.openapi import describe
 from cluster.replies import event_stream, failure_of, whole_answer
 from cluster.request_trace import RequestTrace
+from cluster.router import summary
 from cluster.served_model import Access, ServedModel
 from cluster.telemetry import FrontMetrics
 from cluster.token_endpoints import detokenize, tokenize
@@ -207,6 +208,7 @@ class Front:
             "model": self.model.name,
             "num_streams": self.dispatcher.num_streams,
             "ranks": router.describe(),
+            "others": [summary(route) for route in router.table.others],
         }
         if not ready:
             content["reason"] = router.why_unready()

@@ -139,7 +139,9 @@ def _bring_members_up(
         config, folders = members.parts.share_models(config)
         members.share(folders)
     members.reserve(placement, grows=not session.is_local)
-    deployment = Deployment.of(config, len(placement.pools), session.node_address)
+    deployment = Deployment.of(
+        config, len(placement.pools), session.node_address, is_local=session.is_local
+    )
     members.start(config, placement, host, asdict(deployment))
     session.remember_processes()
     _await_ready(members, note)

@@ -110,6 +110,7 @@ class LiveStream:
         self._heard_tokens = False
         self._rank_is_done = False  # the rank itself ended this generation: nothing to abort
         self._num_fruitless = 0  # placements in a row that brought no token
+        self.has_failed = False  # its client was told of an error
         self._closed = False
 
     # --- fed by the dispatcher --------------------------------------------------------------------------------------
@@ -189,11 +190,16 @@ class LiveStream:
                 yield Update(fresh, self.journal.finish_reason)
             if self.journal.finish_reason is not None:
                 return
-            if self._failure is not None:
-                raise self._failure
-            if self._lost:
-                await self._replay()
-            elif not self._deltas:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                if self._lost:
+                    await self._replay()
+                    continue
+            except StreamError:
+                self.has_failed = True
+                raise
+            if not self._deltas:
                 self._wake.clear()
                 await self._wake.wait()
 
@@ -216,6 +222,8 @@ class LiveStream:
                 break
             if delta.finish_reason is not None:
                 self._rank_is_done = True
+            if delta.finish_reason == "abort":
+                self._num_fruitless -= 1  # a rank that drains gives it back: nobody's failure
             if delta.finish_reason in ("abort", "error"):
                 self._lost = f"rank {self._rank_name} gave the request up: {delta.error or delta.finish_reason}"
         if fresh:

@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import (
 from actors.allocator import AllocatorActor
 from actors.drafter import DrafterActor
 from actors.link import Membership, Role
-from actors.shell import Seat
+from actors.peers import Seat
 from actors.target import TargetActor
-from cluster.model_share import SOURCE, ModelSource
+from cluster.model_share import SOURCE, ModelSource, source_name
 from cluster.parts import Parts
 from cluster.placement import MARK_AMOUNT, Placement, Slot, no_room, thread_environment
 from cluster.supervisor import HANG_AFTER_S, Supervisor
@@ -79,10 +79,14 @@ class Members:
     def share(self, folders: dict[str, str]) -> None:
         """Hand out these folders of this machine, by their digests, for as long as the cluster runs."""
         if folders:
-            here = ray.get_runtime_context().get_node_id()
-            affinity = NodeAffinitySchedulingStrategy(here, soft=False)  # the folders lie here only
-            options = {"num_cpus": 0, "scheduling_strategy": affinity}
-            self._start(ModelSource, SOURCE, folders, options=options)
+            self._start(ModelSource, SOURCE, folders, options=_here())
+
+    def share_more(self, folders: dict[str, str]) -> None:
+        """Hand out these too, of a cluster that runs; what is handed out already stays as it is."""
+        for digest, folder in folders.items():
+            name = source_name(digest)
+            if name not in self.actors:
+                self._start(ModelSource, name, {digest: folder}, options=_here())
 
     def start(
         self,
@@ -104,7 +108,7 @@ class Members:
             telemetry = config.telemetry
             return Seat(name, membership, host, num_threads, NAMESPACE, rank, telemetry)
 
-        watching = (config, HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
+        watching = (config, HANG_AFTER_S, placement.groups)
         supervising = (watched, membership, host, NAMESPACE, *watching, dict(about))
         beside = _beside_ingress(config)
         self._start(Supervisor, "supervisor", *supervising, options=beside)
@@ -148,7 +152,8 @@ class Members:
 
     def find(self, names: list[str], num_pools: int) -> None:
         """Take over what another process has started."""
-        for name in ("supervisor", SOURCE, *names):
+        sources = [name for name in named_actors() if name.startswith(f"{SOURCE}-")]
+        for name in ("supervisor", SOURCE, *sources, *names):
             with contextlib.suppress(ValueError):  # it has ended for good
                 self.actors[name] = ray.get_actor(name, namespace=NAMESPACE)
         for number in range(num_pools):
@@ -157,7 +162,8 @@ class Members:
 
     def stop(self) -> None:
         """End them all, whatever one of them does."""
-        for name in ("supervisor", SOURCE):  # first: it would report what now ends as failures
+        sources = [name for name in self.actors if name.startswith(SOURCE)]
+        for name in ("supervisor", *sources):  # first: it would report what now ends as failures
             if name in self.actors:
                 with survive(name):
                     ray.kill(self.actors.pop(name))
@@ -181,6 +187,13 @@ class Members:
                     ray.kill(self.actors[name])
 
 
+def _here() -> dict[str, Any]:
+    """Ray options of what must run on this machine or nowhere: the folders lie here only."""
+    here = ray.get_runtime_context().get_node_id()
+    affinity = NodeAffinitySchedulingStrategy(here, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": affinity}
+
+
 def _beside_ingress(config: ClusterConfig) -> dict[str, Any]:
     """Ray options of what computes little and must not share a machine's fate with a rank: where the ingress may be."""
     options: dict[str, Any] = {
@@ -192,6 +205,12 @@ def _beside_ingress(config: ClusterConfig) -> dict[str, Any]:
         return options | {"resources": {mark: MARK_AMOUNT}}
     here = ray.get_runtime_context().get_node_id()
     return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+
+
+def named_actors() -> list[str]:
+    """Of our namespace."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
 
 
 def pool_name(number: int) -> str:

@@ -156,22 +156,31 @@ class ModelSource:
             return file.read(CHUNK_BYTES)
 
 
-class RaySource(Source):
-    """The `ModelSource` of this cluster."""
+def source_name(digest: str) -> str:
+    """Of the `ModelSource` of a folder that was rolled out to a running cluster."""
+    return f"{SOURCE}-{digest[:16]}"
 
-    def __init__(self) -> None:
+
+class RaySource(Source):
+    """The `ModelSource` actors of this cluster: that of its deployment, and those of what was rolled out since."""
+
+    def _actor(self, digest: str) -> Any:
         import ray
 
-        self._actor: Any = ray.get_actor(SOURCE, namespace=NAMESPACE)
+        try:
+            return ray.get_actor(source_name(digest), namespace=NAMESPACE)
+        except ValueError:
+            return ray.get_actor(SOURCE, namespace=NAMESPACE)
 
     def describe(self, digest: str) -> tuple[str, Manifest]:
-        described: tuple[str, Manifest] = _answer(self._actor.describe.remote(digest))
+        described: tuple[str, Manifest] = _answer(self._actor(digest).describe.remote(digest))
         return described
 
     def chunks(self, digest: str, file: FileFacts) -> Iterator[bytes]:
         under_way: deque[Any] = deque()
+        actor = self._actor(digest)
         for offset in range(0, file.num_bytes, CHUNK_BYTES):
-            under_way.append(self._actor.read.remote(digest, file.name, offset))
+            under_way.append(actor.read.remote(digest, file.name, offset))
             if len(under_way) == CHUNKS_UNDER_WAY:
                 yield _answer(under_way.popleft())
         yield from map(_answer, under_way)

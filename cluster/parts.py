@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from actors.core.lockstep import group_of
 from actors.core.own_profile import StepTimes
 from actors.drafter import DrafterEngineFactory
 from actors.engine.base import DrafterEngine, TargetEngine
+from actors.peers import Seat
 from actors.rank_start import MeasureSteps
-from actors.shell import Seat
 from actors.target import TargetEngineFactory
 from cluster.model_share import localise, share
 from cluster.profile_cache import cached_samples
@@ -30,9 +31,38 @@ except CheckpointError as error:
     sys.exit(1)
 """
 
+_CHECK = """
+import json, sys
+from actors.engine.drafters.serve import check_drafter
+from actors.engine.weights import CheckpointError
+from configs.schema import ClusterConfig
+try:
+    print(json.dumps(check_drafter(ClusterConfig.model_validate_json(sys.argv[1]))))
+except CheckpointError as error:
+    print(error)
+    sys.exit(1)
+"""
+
 
 class ModelNotFoundError(RuntimeError):
     """The model or its drafter is not there and cannot be fetched."""
+
+
+class DrafterMisfitError(RuntimeError):
+    """The drafter is not there, is damaged, or was made for another target; says which field and what to do."""
+
+
+@dataclass(frozen=True)
+class DrafterCheck:
+    """What a drafter is, found before anything is changed for it.
+
+    Attributes:
+        taps: the target's layers that it reads.
+        remarks: what its user should know.
+    """
+
+    taps: tuple[int, ...]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,7 @@ class Parts:
     )  # of a Ray of our own
     node_environment: Callable[[], dict[str, str]] = dict  # of one that is joined
     fetch_model: Callable[[ClusterConfig], None] = lambda _config: None
+    check_drafter: Callable[[ClusterConfig], DrafterCheck] = lambda _config: DrafterCheck(())
     # What nodes without a common disk are told of the model, and the folders to hand out; see `model_share.share`.
     share_models: Callable[[ClusterConfig], tuple[ClusterConfig, dict[str, str]]] = lambda c: (
         c,
@@ -69,6 +100,7 @@ class Parts:
             environment=lambda config: serve_environment(config.ingress),
             node_environment=node_environment,
             fetch_model=fetch_model,
+            check_drafter=check_drafter,
             share_models=share,
         )
 
@@ -92,6 +124,26 @@ def fetch_model(config: ClusterConfig) -> None:
     if found.returncode:
         lines = found.stdout.strip().splitlines() or [f"exit status {found.returncode}"]
         raise ModelNotFoundError(lines[-1])
+
+
+def check_drafter(config: ClusterConfig) -> DrafterCheck:
+    """Load the drafter of `config` once, in a process of its own, as the actors would.
+
+    Raises:
+        DrafterMisfitError: it does not load, or does not fit the target.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _CHECK, config.model_dump_json()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout.strip().splitlines()
+    if done.returncode:
+        wrong = said or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise DrafterMisfitError(f"model.drafter={config.model.drafter!r}: {wrong[-1]}")
+    found = json.loads(said[-1])
+    return DrafterCheck(tuple(found["taps"]), tuple(found["remarks"]))
 
 
 # --- in the actors ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from actors.core.sps import RankTimes
 from actors.core.step_samples import StepSamples
 from actors.engine.base import TargetSpec
 from actors.link import Membership
-from actors.shell import Seat
+from actors.peers import Seat
 from cluster.commands.rank_profiles import rank_profiles
 from cluster.console import CommandError, emit_json, note, say, table
 from cluster.parts import ModelNotFoundError, fetch_model, target_engine

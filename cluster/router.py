@@ -114,8 +114,8 @@ class Router:
         """Every rank with its state, what is wrong with it, and its last known load, for /health."""
         described: list[dict[str, Any]] = []
         for route in self.table.ranks:
-            rank: dict[str, Any] = {"name": route.endpoint.name, "state": route.state}
-            rank |= {k: v for k in ("reason", "warning") if (v := getattr(route, k))}
+            rank: dict[str, Any] = {**summary(route)}
+            rank |= {"warning": route.warning} if route.warning else {}
             rank["integrity_problems"] = list(route.integrity_problems)
             load = self._loads.get(route.endpoint.name)
             if load is not None:
@@ -170,3 +170,13 @@ class Router:
         # A rank that has not reported is taken to be as fast as the others are on average.
         tpot_s = known.get(rank, sum(known.values()) / len(known))
         return tpot_s * (1 + num_unseen / (1 + num_seen))
+
+
+def summary(route: RankRoute) -> dict[str, Any]:
+    """A member for /health."""
+    found: dict[str, Any] = {
+        "name": route.endpoint.name,
+        "state": route.state,
+        "revision": route.revision,
+    }
+    return {**found, "reason": route.reason} if route.reason else found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from actors.core.messages import Endpoint, RankRoute, RoutingTable
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Role
-from actors.shell import Description, DrafterFacts, Peers, Phase
+from actors.peers import Description, DrafterFacts, Peers, Phase
 from configs.change import PolicyOrder
 from configs.policy import PolicyConfig
+from configs.revisions import Assignment
 
 T = TypeVar("T")
 State = Literal["starting", "ready", "draining", "dead"]
@@ -21,6 +22,7 @@ _STATE_OF: dict[Phase, State] = {
     "loading": "starting",
     "forming": "starting",
     "measuring": "starting",
+    "proving": "starting",
     "ready": "ready",
     "draining": "draining",
     "stopped": "dead",
@@ -45,6 +47,8 @@ class Member:
     num_misses: int = 0
     num_restarts: int = 0
     last_failure: str = ""
+    revision: int = 0  # of the settings it shall run
+    heard_at_s: float | None = None  # on the supervisor's clock
 
     @property
     def is_usable(self) -> bool:
@@ -59,7 +63,34 @@ class Member:
     @property
     def route(self) -> RankRoute:
         said = (self.last.warning, self.last.integrity_problems) if self.last else ("", ())
-        return RankRoute(self.endpoint, self.state, self.reason, *said)
+        return RankRoute(self.endpoint, self.state, self.reason, *said, self.revision)
+
+    @property
+    def offer(self) -> tuple[str, str] | None:
+        """(incarnation, address of its store) of a rank that waits to be put into its group."""
+        last = self.last
+        if last is None or last.phase != "forming" or not last.offer or self.num_misses:
+            return None
+        return self.endpoint.epoch, last.offer
+
+    def describe(self) -> dict[str, Any]:
+        """For `Supervisor.status`."""
+        last = self.last
+        return {
+            "name": self.name,
+            "role": self.role,
+            "state": self.state,
+            "reason": self.reason,
+            "revision": self.revision,
+            "num_restarts": self.num_restarts,
+            "last_failure": self.last_failure,
+            "phase": last.phase if last else "starting",
+            "detail": last.detail if last else "",
+            "waited_s": last.waited_s if last else 0.0,
+            "pid": last.pid if last else 0,
+            "node_ip": last.node_ip if last else "",
+            "spec": asdict(last.spec) if last and last.spec else None,
+        }
 
 
 def _patience(member: Member) -> int:
@@ -72,13 +103,47 @@ class RouteBook:
     Args:
         members: (name, role) of all actors that should exist.
         first_version: higher than any a predecessor can have published.
+        assignment: what they were started with.
     """
 
-    def __init__(self, members: Sequence[tuple[str, Role]], first_version: int) -> None:
+    def __init__(
+        self, members: Sequence[tuple[str, Role]], first_version: int, assignment: Assignment
+    ) -> None:
         self.members = {name: Member(name, role) for name, role in members}
         self.version = first_version
         self.order: PolicyOrder | None = None
+        self.assignment = assignment
+        self.held: frozenset[str] = frozenset()  # of a rollout: they take no new streams meanwhile
+        self._number_members()
         self._seen = self._snapshot()
+
+    def assign(self, assignment: Assignment) -> None:
+        """From now on this is wanted of the members; all are told."""
+        self.version += 1
+        self.assignment = replace(assignment, version=self.version)
+        self._number_members()
+        self._look_again()
+
+    def hold(self, names: Iterable[str], *, is_held: bool) -> None:
+        """These members shall take nothing new, or shall again unless an operator has drained them."""
+        named = frozenset(names)
+        self.held = self.held | named if is_held else self.held - named
+        self.version += 1
+        self._look_again()
+
+    def is_drained(self, name: str) -> bool:
+        return name in self.held or name in self.assignment.drained
+
+    def _look_again(self) -> None:
+        for member in self.members.values():
+            if member.is_usable and member.last is not None:
+                member.state = self._state(member.name, member.last.phase)
+        self._notice()
+
+    def _state(self, name: str, phase: Phase) -> State:
+        state = _STATE_OF[phase]
+        # It may not know yet; streams shall not go there all the same.
+        return "draining" if state == "ready" and self.is_drained(name) else state
 
     def command(self, policy: PolicyConfig) -> PolicyOrder:
         """Everybody shall follow this policy; whoever starts again is told of it too."""
@@ -94,7 +159,7 @@ class RouteBook:
             member.num_restarts += 1
         member.last = description
         member.num_misses = 0
-        member.state = _STATE_OF[description.phase]
+        member.state = self._state(member.name, description.phase)
         member.reason = ""
         if member.state in ("starting", "dead"):
             member.reason = f"{description.phase} {description.detail}".strip()
@@ -106,6 +171,10 @@ class RouteBook:
         if order is not None and (self.order is None or order.number > self.order.number):
             self.order = order  # of the supervisor before this one
             self.version += 1
+        wish = description.assignment
+        if wish is not None and wish.version > self.assignment.version:
+            self.assignment = wish
+            self._number_members()
         self._notice()
 
     def miss(self, name: str, reason: str, has_ended: bool) -> None:
@@ -132,6 +201,7 @@ class RouteBook:
             ranks=tuple(m.route for m in self._of("target")),
             allocator=self._allocator(),
             max_model_len=min(lengths, default=0),
+            others=tuple(m.route for m in self.members.values() if m.role != "target"),
         )
 
     def peers_of(self, name: str) -> Peers:
@@ -149,6 +219,8 @@ class RouteBook:
             drafters=drafters,
             allocator=self._allocator(),
             order=self.order,
+            assignment=self.assignment if self.assignment.version else None,
+            is_drained=member.role == "target" and self.is_drained(name),
         )
 
     def behind(self) -> list[Member]:
@@ -165,9 +237,13 @@ class RouteBook:
     def _allocator(self) -> Endpoint | None:
         return next((m.endpoint for m in self._of("allocator") if m.is_usable), None)
 
-    def _snapshot(self) -> list[tuple[State, Endpoint, str, tuple[str, ...]]]:
+    def _number_members(self) -> None:
+        for member in self.members.values():
+            member.revision = self.assignment.number_of(member.name)
+
+    def _snapshot(self) -> list[tuple[State, Endpoint, str, tuple[str, ...], int]]:
         routes = [member.route for member in self.members.values()]
-        return [(r.state, r.endpoint, r.warning, r.integrity_problems) for r in routes]
+        return [(r.state, r.endpoint, r.warning, r.integrity_problems, r.revision) for r in routes]
 
     def _notice(self) -> None:
         snapshot = self._snapshot()

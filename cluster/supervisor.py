@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -19,9 +18,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from actors.core.lockstep import GroupBook
 from actors.core.messages import RoutingTable
 from actors.link import Membership, Role
-from actors.shell import Phase
+from cluster.group_care import GroupCare
+from cluster.rollout import RolloutDesk, Wish
 from cluster.routing import Member, RouteBook
-from configs.change import PolicyOrder, policy_change
+from configs.change import policy_change
+from configs.policy import PolicyConfig
+from configs.revisions import Assignment, Revision
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,6 @@ PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 2.0
 HANG_AFTER_S = 120.0  # the longest step of a large model, with room
 STATS_TIMEOUT_S = 10.0
-_ALONE: tuple[Phase, ...] = ("starting", "loading", "stopped", "failed")  # holds up nobody
 OBSERVE_TIMEOUT_S = 2.0  # whoever looks prefers an older number to a late one
 FRONT_FORGOTTEN_S = 30.0  # a silent ingress replica's counters are not told any more
 
@@ -46,7 +47,6 @@ class Supervisor:
         config: what the cluster was started with.
         hang_after_s: a loop that has not come round for so long stands still, and its process is ended.
         groups: names of the ranks that step together, rank 0 of each first.
-        silent_after_s: a rank of a group that has not answered for so long holds up the others, and is ended.
         about: what is deployed, for whoever finds this supervisor by its name.
     """
 
@@ -59,22 +59,22 @@ class Supervisor:
         config: ClusterConfig,
         hang_after_s: float = HANG_AFTER_S,
         groups: Sequence[tuple[str, ...]] = (),
-        silent_after_s: float = HANG_AFTER_S,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         # A later incarnation starts above every version of an earlier one.
         first = int(time.time())
-        self._book = RouteBook(members, first_version=first)
-        self._groups = [GroupBook(tuple(names), epoch=first) for names in groups]
-        self._silent_after_s = silent_after_s
+        self._book = RouteBook(members, first, Assignment.first(config))
+        self._groups = [
+            GroupCare(GroupBook(tuple(names), first), self._book, self._ask, self._kill)
+            for names in groups
+        ]
         self._about = dict(about or {})
-        self._heard_at: dict[str, float] = {}
         self._membership = membership
         self._host = host
         self._namespace = namespace
-        self._config = config
         self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
+        self._desk = RolloutDesk(self._book, groups, self._ask, self._end, self._follow)
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
         self._fronts: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -99,10 +99,11 @@ class Supervisor:
         self._watch()
         return {
             "version": self._book.version,
-            "policy": (self._book.order or PolicyOrder(0, self._config.policy)).policy.name,
+            "policy": self._policy.name,
             "num_killed": self._num_killed,
             "is_settled": not self._book.behind(),
-            "members": [_status(member) for member in self._book.members.values()],
+            "revision": self._book.assignment.current,
+            "members": [member.describe() for member in self._book.members.values()],
         }
 
     async def reconfigure(self, wanted: ClusterConfig) -> dict[str, Any]:
@@ -119,7 +120,15 @@ class Supervisor:
         """
         self._watch()
         await self._has_asked.wait()  # orders of an earlier supervisor are known then
-        order = self._book.command(policy_change(self._config, wanted))
+        return await self._command(policy_change(self._book.assignment.config, wanted))
+
+    @property
+    def _policy(self) -> PolicyConfig:
+        order = self._book.order
+        return self._book.assignment.config.policy if order is None else order.policy
+
+    async def _command(self, policy: PolicyConfig) -> dict[str, Any]:
+        order = self._book.command(policy)
         log.info("policy %s, order %d", order.policy.name, order.number)
         members = [member for member in self._usable if member.role != "drafter"]
         took = await asyncio.gather(*(self._tell(member) for member in members))
@@ -129,6 +138,46 @@ class Supervisor:
             "told": [name for name, ok in told.items() if ok],
             "late": [name for name, ok in told.items() if not ok],
         }
+
+    # --- revisions --------------------------------------------------------------------------------------------------
+
+    async def settings(self) -> dict[str, Any]:
+        """The configuration that all members have come to, with the policy they follow now."""
+        config = self._book.assignment.config.model_copy(update={"policy": self._policy})
+        return config.model_dump(mode="json")
+
+    async def revision_of(self, name: str) -> Revision:
+        """What a member that starts again shall run."""
+        self._watch()
+        await self._has_asked.wait()  # what an earlier supervisor has wanted is known then
+        return self._book.assignment.of(name)
+
+    async def rollout(self, wish: Wish) -> dict[str, Any]:
+        """Begin a rolling update; see `RolloutDesk.begin`."""
+        self._watch()
+        await self._has_asked.wait()
+        return await self._desk.begin(wish)
+
+    async def rollout_progress(self) -> dict[str, Any]:
+        """See `RolloutDesk.progress`."""
+        return self._desk.progress()
+
+    async def stop_rollout(self) -> None:
+        """End it after the member whose turn it is."""
+        self._desk.stop()
+
+    async def drain(self, name: str, is_drained: bool) -> list[str]:
+        """See `RolloutDesk.drain`."""
+        self._watch()
+        await self._has_asked.wait()
+        return self._desk.drain(name, is_drained=is_drained)
+
+    async def _follow(self, config: ClusterConfig) -> None:
+        """All members have come to this configuration."""
+        if config.policy != self._policy:
+            await self._command(config.policy)
+
+    # --- observing --------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""
@@ -193,7 +242,8 @@ class Supervisor:
                 finally:
                     self._has_asked.set()
                 await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
-                await asyncio.gather(*(self._care_for(group) for group in self._groups))
+                await asyncio.gather(*(care.look() for care in self._groups))
+                await self._desk.advance()
             except Exception:
                 log.exception("a round of the supervisor failed")
             await asyncio.sleep(max(0.0, started + PING_INTERVAL_S - time.monotonic()))
@@ -211,43 +261,22 @@ class Supervisor:
             self._book.miss(member.name, f"does not answer: {_first_line(error)}", has_ended=False)
         else:
             self._book.hear(description)
-            self._heard_at[member.name] = time.monotonic()
+            member.heard_at_s = time.monotonic()
             if member.is_usable and description.turn_age_s > self._hang_after_s:
                 self._kill(member, f"its loop stood still for {description.turn_age_s:.0f} s")
-
-    async def _care_for(self, group: GroupBook) -> None:
-        """Put a group together as soon as all its ranks wait for that; end a rank that holds up the others."""
-        members = [self._book.members[name] for name in group.members]
-        formations = group.form([_offer(member) for member in members])
-        if formations is not None:
-            log.info("group %s is formed, epoch %d", ", ".join(group.members), formations[0].epoch)
-            calls = [
-                self._ask(member.name, "form", PING_TIMEOUT_S, formation)
-                for member, formation in zip(members, formations, strict=True)
-            ]
-            for member, answer in zip(
-                members, await asyncio.gather(*calls, return_exceptions=True), strict=True
-            ):
-                if isinstance(answer, BaseException):
-                    log.warning("%s was not told of its group: %r", member.name, answer)
-        silent_s = [self._silent_s(member) for member in members]
-        for name in group.held_up(silent_s, self._silent_after_s):
-            del self._heard_at[name]  # the next process has its own time
-            cause = f"it held up its group for {self._silent_after_s:g} s"
-            self._kill(self._book.members[name], cause)
-
-    def _silent_s(self, member: Member) -> float | None:
-        """Seconds since a rank that steps with others last answered."""
-        heard_at = self._heard_at.get(member.name)
-        if member.last is None or heard_at is None or member.last.phase in _ALONE:
-            return None
-        return time.monotonic() - heard_at
+            was_told = self._desk.has_ended(member.name, description.pid)
+            if description.phase == "stopped" and not was_told:
+                self._kill(member, "it was stopped, by a supervisor that is no more")
 
     def _kill(self, member: Member, cause: str) -> None:
         log.error("%s: %s; Ray starts it again", member.name, cause)
         self._book.blame(member.name, cause)
         self._num_killed += 1
-        ray.kill(self._handles[member.name], no_restart=False)
+        self._end(member.name)
+
+    def _end(self, name: str) -> None:
+        """End its process; Ray starts it again."""
+        ray.kill(self._handles[name], no_restart=False)
 
     async def _tell(self, member: Member) -> bool:
         """Whether it has taken over the current version."""
@@ -267,31 +296,5 @@ class Supervisor:
         return await asyncio.wait_for(getattr(handle, method).remote(*arguments), timeout_s)
 
 
-def _offer(member: Member) -> tuple[str, str] | None:
-    """(incarnation, address of its store) of a rank that waits to be put into its group."""
-    last = member.last
-    if last is None or last.phase != "forming" or not last.offer or member.num_misses:
-        return None
-    return member.endpoint.epoch, last.offer
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _status(member: Member) -> dict[str, Any]:
-    last = member.last
-    return {
-        "name": member.name,
-        "role": member.role,
-        "state": member.state,
-        "reason": member.reason,
-        "num_restarts": member.num_restarts,
-        "last_failure": member.last_failure,
-        "phase": last.phase if last else "starting",
-        "detail": last.detail if last else "",
-        "waited_s": last.waited_s if last else 0.0,
-        "pid": last.pid if last else 0,
-        "node_ip": last.node_ip if last else "",
-        "spec": asdict(last.spec) if last and last.spec else None,
-    }

@@ -79,6 +79,7 @@ class DispatchCounters:
 
     num_placed: int = 0
     num_replayed: int = 0
+    num_failed: int = 0  # streams that ended with an error their client saw
     num_refused: int = 0
     num_unanswered: int = 0
     num_aborted: int = 0

@@ -43,14 +43,14 @@ class ConfigError(ValueError):
 
 
 def load(
-    source: str = DEFAULT_PRESET,
+    source: str | dict[str, Any] = DEFAULT_PRESET,
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> ClusterConfig:
     """The effective configuration.
 
     Args:
-        source: a preset name or the path of a YAML file.
+        source: a preset name, the path of a YAML file, or the settings of a running cluster.
         overrides: `section.field=value` strings; values are read as YAML (so `null`, `3`, `0.5`, `text`).
         environment: variables to read, `os.environ` by default.
 
@@ -74,11 +74,12 @@ def settings(source: str = DEFAULT_PRESET, overrides: Sequence[str] = ()) -> dic
 
 
 def _merged(
-    source: str, overrides: Sequence[str], environment: Mapping[str, str] | None
+    source: str | dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The layers put together, and where each setting comes from."""
     variables = os.environ if environment is None else environment
-    layers = [_read_source(source), *_read_environment(variables), *_read_overrides(overrides)]
+    first = ("the running cluster", source) if isinstance(source, dict) else _read_source(source)
+    layers = [first, *_read_environment(variables), *_read_overrides(overrides)]
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, values in layers:

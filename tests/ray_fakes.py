@@ -15,7 +15,7 @@ from actors.core.layout import StepPlan, StepResult
 from actors.core.lockstep import StepLayout
 from actors.core.messages import CommitBatch, ProposalBatch
 from actors.engine.base import DrafterSpec, TargetEngine, TargetSpec
-from actors.shell import Seat
+from actors.peers import Seat
 from configs.schema import ClusterConfig
 
 VOCAB = 997

@@ -269,13 +269,14 @@ class LoadView:
 
 @dataclass(frozen=True)
 class RankRoute:
-    """One target rank as the supervisor knows it. A new incarnation has another `endpoint.epoch`."""
+    """One member as the supervisor knows it. A new incarnation has another `endpoint.epoch`."""
 
     endpoint: Endpoint
     state: Literal["starting", "ready", "draining", "dead"]
     reason: str = ""  # why it is not ready, for /health
     warning: str = ""  # what a user should know of a rank that serves all the same
     integrity_problems: tuple[str, ...] = ()  # what its last idle check found left behind
+    revision: int = 1  # of the settings it runs
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,7 @@ class RoutingTable:
     ranks: tuple[RankRoute, ...] = ()
     allocator: Endpoint | None = None
     max_model_len: int = 0  # what the loaded target allows, in tokens; 0 = not known yet
+    others: tuple[RankRoute, ...] = ()  # drafters and the allocator
 
 
 Message = (

@@ -140,9 +140,14 @@ class Rank:
         self.book.abort_all_of(name)
         return self.book.drafts.flush()
 
-    def drain(self) -> None:
-        """Grant no more reservations; what was granted runs to its end."""
-        self.book.desk.draining = True
+    def drain(self, *, is_drained: bool = True) -> None:
+        """Grant no more reservations; what was granted runs to its end. Or grant them again."""
+        self.book.desk.draining = is_drained
+
+    def give_up(self, why: str) -> Outgoing:
+        """Between two steps: give all requests back to their ingresses, which go on with them elsewhere."""
+        assert self._in_flight is None, "a step is under way"
+        return [*self._deltas(self.book.give_up(why)), *self.book.drafts.flush()]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

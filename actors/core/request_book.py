@@ -111,6 +111,15 @@ class RequestBook:
             self.end(request)
             self._counters.num_aborted += 1
 
+    def give_up(self, why: str) -> dict[Endpoint, list[TokenDelta]]:
+        """End every request; the last delta of each tells its ingress to go on elsewhere."""
+        deltas: dict[Endpoint, list[TokenDelta]] = {}
+        for request in list(self.live.values()):
+            deltas.setdefault(request.admitted.reply_to, []).append(request.delta((), "abort", why))
+            self.end(request)
+            self._counters.num_aborted += 1
+        return deltas
+
     def start_waiting(self) -> None:
         """Give free slots to those that wait: the lowest priority number first, then first come first served.
         Prompts go on behind what is known of them by now, be it only since the last step."""

@@ -17,8 +17,10 @@ from cluster.run_state import RunState, find
 
 POLL_INTERVAL_S = 0.1
 RANK_COLUMNS = (
-    "name", "state", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "reason",
+    "name", "state", "revision", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "reason",
 )  # fmt: skip
+
+OTHER_COLUMNS = ("name", "state", "revision", "reason")
 
 
 def require_running(state_file: str) -> RunState:
@@ -91,6 +93,11 @@ def _describe(report: dict[str, Any]) -> str:
         columns = [name for name in RANK_COLUMNS if any(rank.get(name) for rank in ranks)]
         rows = [[str(rank.get(name, "-")) for name in columns] for rank in ranks]
         text += "\n\n" + table([name.removeprefix("num_") for name in columns], rows)
+    others = [other for other in health.get("others", ()) if isinstance(other, dict)]
+    if others:
+        columns = [name for name in OTHER_COLUMNS if any(other.get(name) for other in others)]
+        rows = [[str(other.get(name, "-")) for name in columns] for other in others]
+        text += "\n\n" + table(columns, rows)
     for rank in ranks:
         problems = [f"left behind when idle: {p}" for p in rank.get("integrity_problems", ())]
         for remark in [*filter(None, [rank.get("warning")]), *problems]:

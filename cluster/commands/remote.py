@@ -11,7 +11,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ NODES_TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 2.0
 REMOTE_FOLDER = "~/dspark"
 END_RAY = "ray stop --grace-period 30"  # a busy machine needs longer than Ray's default
-TARGET_COLUMNS = ("name", "role", "state", "node_ip", "num_restarts", "reason")
+TARGET_COLUMNS = ("name", "role", "state", "revision", "node_ip", "num_restarts", "reason")
 
 
 def is_launcher_file(cluster: str) -> bool:
@@ -105,7 +105,10 @@ def deploy(arguments: argparse.Namespace) -> int:
     """Start the model on a running Ray cluster; it stays when this command has ended."""
     config = load(arguments.config, arguments.set)  # refuse a bad setting here, in one line
     if is_launcher_file(arguments.cluster):
-        report = _deploy_from_afar(LauncherFile.read(arguments.cluster), arguments)
+        file = LauncherFile.read(arguments.cluster)
+        sent = send_settings(file, arguments.config, arguments.set)
+        note("deploying from the head")
+        report = file.on_head("deploy", "--cluster", "auto", "--config", sent)
     else:
         with contextlib.redirect_stdout(sys.stderr):
             report = _deploy_here(config, arguments.cluster)
@@ -135,24 +138,28 @@ def _deploy_here(config: Any, address: str) -> dict[str, Any]:
     }
 
 
-def _deploy_from_afar(file: LauncherFile, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Copy settings and model folders to the head, and deploy from there."""
-    values = settings(arguments.config, arguments.set)
+def send_settings(file: LauncherFile, config: str, overrides: Sequence[str]) -> str:
+    """Copy settings, and the model folders they name, to the head; returns the file to name as --config there."""
+    values = settings(config, overrides)
     model = values.setdefault("model", {})
     for name in ("path", "drafter"):
         folder = model.get(name)
         if isinstance(folder, str) and is_folder(folder):
-            there = f"{REMOTE_FOLDER}/models/{digest_of(Path(folder).expanduser())[:16]}"
-            note(f"copying {folder} to the head")
-            file.ray("exec", f"mkdir -p {there}")  # rsync makes the last folder of a path only
-            file.ray("rsync-up", f"{Path(folder).expanduser()}/", f"{there}/")
-            model[name] = there
+            model[name] = send_folder(file, folder)
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
         written = Path(folder) / "deploy.yaml"
         written.write_text(yaml.safe_dump(values), encoding="utf-8")
         file.ray("rsync-up", str(written), f"{REMOTE_FOLDER}/deploy.yaml")
-    note("deploying from the head")
-    return file.on_head("deploy", "--cluster", "auto", "--config", f"{REMOTE_FOLDER}/deploy.yaml")
+    return f"{REMOTE_FOLDER}/deploy.yaml"
+
+
+def send_folder(file: LauncherFile, folder: str) -> str:
+    """Copy a folder of this machine to the head, under the digest of its content; returns where it lies there."""
+    there = f"{REMOTE_FOLDER}/models/{digest_of(Path(folder).expanduser())[:16]}"
+    note(f"copying {folder} to the head")
+    file.ray("exec", f"mkdir -p {there}")  # rsync makes the last folder of a path only
+    file.ray("rsync-up", f"{Path(folder).expanduser()}/", f"{there}/")
+    return there
 
 
 def stop(arguments: argparse.Namespace) -> int:
@@ -250,8 +257,13 @@ def there_or_here(
     """What `here` finds on the Ray of `--cluster`, or what the same command says on that cluster's head."""
     if is_launcher_file(arguments.cluster):
         return LauncherFile.read(arguments.cluster).on_head(command, "--cluster", "auto")
+    return here_quietly(arguments.cluster, here)
+
+
+def here_quietly(address: str, here: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What `here` finds, while stdout is for results alone."""
     with contextlib.redirect_stdout(sys.stderr):  # Ray talks
-        return here(arguments.cluster)
+        return here(address)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ they are the real ones over that (tiny) model, and a step takes at least as long
 
 Commands: `kill NAME` ends an actor's process as a crash would, `settled` says whether every part is ready, `baseline`
 says whether all ranks are idle, have every block back and found nothing wrong, `members` and `groups` print what the
-supervisor knows of each part and what each rank says of its group as JSON, `quit` ends.
+supervisor knows of each part and what each rank says of its group as JSON, `address` names its Ray, `quit` ends.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def answer(command: str, *arguments: str) -> str:
     if command == "kill":
         ray.kill(ray.get_actor(arguments[0], namespace=launcher.NAMESPACE), no_restart=False)
         return "killed"
+    if command == "address":
+        return str(ray.get_runtime_context().gcs_address)
     supervisor = ray.get_actor("supervisor", namespace=launcher.NAMESPACE)
     if command in ("settled", "members"):
         status: dict[str, Any] = ray.get(supervisor.status.remote(), timeout=10)

@@ -14,7 +14,7 @@ import pytest
 from actors.allocator import AllocatorActor, _solver
 from actors.core.messages import Endpoint, RankProfile, StepReport
 from actors.link import Membership, ZmqLink
-from actors.shell import Peers, Seat
+from actors.peers import Peers, Seat
 from configs.change import PolicyOrder
 from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig

@@ -20,7 +20,7 @@ NODES = [
     {"address": "10.0.0.2", "name": "h1", "CPU": 2, "GPU": 0, "offers": "target"},
 ]
 MEMBER = {"name": "target-0", "role": "target", "state": "ready", "node_ip": "10.0.0.2"}
-MEMBER |= {"num_restarts": 0, "reason": "", "last_failure": "", "pid": 7}
+MEMBER |= {"revision": 1, "num_restarts": 0, "reason": "", "last_failure": "", "pid": 7}
 
 
 class Cluster:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from actors.link import Membership
-from actors.shell import Description, Seat
+from actors.peers import Description, Seat
 from actors.target import TargetActor
 from cluster.cli import main
 from cluster.client import EndpointClient
@@ -52,11 +52,11 @@ def test_what_an_idle_rank_finds_left_behind_is_in_its_description_until_it_is_g
     await_description(shell, lambda d: d.phase == "ready")
 
     def lose_blocks() -> Any:
-        shell._is_checked = False  # as after a step
+        shell._idle.note_step()
         return shell._rank.book.pool.lease(2)
 
     def find_them() -> None:
-        shell._is_checked = False
+        shell._idle.note_step()
         lease.release()
 
     lease = asyncio.run(shell.on_loop(lose_blocks))

@@ -10,9 +10,11 @@ import pytest
 from actors.core.messages import Endpoint
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Role
-from actors.shell import Description
+from actors.peers import Description
 from cluster.routing import MISSES_UNTIL_DEAD, MISSES_WHILE_STARTING, RouteBook, assigned
 from configs.policy import PolicyConfig
+from configs.revisions import Assignment
+from configs.schema import ClusterConfig
 
 MEMBERS: list[tuple[str, Role]] = [
     ("allocator", "allocator"),
@@ -21,6 +23,7 @@ MEMBERS: list[tuple[str, Role]] = [
     ("target-0", "target"),
     ("target-1", "target"),
 ]
+FIRST = Assignment.first(ClusterConfig())
 TARGET_SPEC = TargetSpec(
     "m", "a", 100, 8, 2, 512, (1,), (0,), "float32", "cpu", "fast", 64, 16, "id"
 )
@@ -49,14 +52,14 @@ def describe(name: str, phase: Any = "ready", epoch: str = "e1", **changes: Any)
 
 @pytest.fixture
 def book() -> RouteBook:
-    book = RouteBook(MEMBERS, first_version=100)
+    book = RouteBook(MEMBERS, 100, FIRST)
     for name, _ in MEMBERS:
         book.hear(describe(name))
     return book
 
 
 def test_a_silent_cluster_is_starting_and_has_endpoints_nobody_can_use() -> None:
-    table = RouteBook(MEMBERS, first_version=1).table()
+    table = RouteBook(MEMBERS, 1, FIRST).table()
     assert [route.state for route in table.ranks] == ["starting", "starting"]
     assert table.allocator is None and table.max_model_len == 0
     assert table.ranks[0].endpoint.epoch == "" and table.ranks[0].reason
@@ -221,8 +224,8 @@ def test_a_policy_reaches_everybody_who_is_told_of_the_peers(book: RouteBook) ->
 
 
 def test_a_supervisor_that_starts_again_learns_the_policy_from_whoever_has_it() -> None:
-    told = RouteBook(MEMBERS, first_version=100).command(PolicyConfig(name="none"))
-    later = RouteBook(MEMBERS, first_version=200)
+    told = RouteBook(MEMBERS, 100, FIRST).command(PolicyConfig(name="none"))
+    later = RouteBook(MEMBERS, 200, FIRST)
     later.hear(describe("target-1"))
     later.hear(describe("target-0", order=told))
     version = later.version
@@ -230,3 +233,52 @@ def test_a_supervisor_that_starts_again_learns_the_policy_from_whoever_has_it() 
     older = replace(told, number=told.number - 1)
     later.hear(describe("allocator", order=older))
     assert later.order == told and later.version >= version
+
+
+def test_a_held_rank_drains_at_once_and_takes_streams_again_only_when_it_has_heard(
+    book: RouteBook,
+) -> None:
+    version = book.version
+    book.hold(["target-1"], is_held=True)
+    assert book.version > version and book.table().ranks[1].state == "draining"
+    assert book.peers_of("target-1").is_drained and not book.peers_of("target-0").is_drained
+    book.hear(describe("target-1"))  # it has not heard yet
+    assert book.table().ranks[1].state == "draining"
+    book.hold(["target-1"], is_held=False)
+    assert book.table().ranks[1].state == "ready"
+    book.hear(describe("target-1", "draining"))
+    assert book.table().ranks[1].state == "draining"
+
+
+def test_what_an_operator_drained_stays_drained_behind_a_rollout(book: RouteBook) -> None:
+    book.assign(book.assignment.drain(["target-0"], is_drained=True))
+    for is_held in (True, False):
+        book.hold(["target-0"], is_held=is_held)
+    assert book.peers_of("target-0").is_drained
+    book.assign(book.assignment.drain(["target-0"], is_drained=False))
+    assert book.table().ranks[0].state == "ready"
+
+
+def test_a_supervisor_that_starts_again_takes_over_what_the_last_one_wanted() -> None:
+    book = RouteBook(MEMBERS, 100, FIRST)
+    assert book.peers_of("target-0").assignment is None, "nothing was ever rolled out"
+    config = ClusterConfig.model_validate({"target": {"max_running": 7}})
+    wanted, number = book.assignment.propose(config)
+    book.assign(wanted.give(["target-0"], number))
+    carried = book.peers_of("drafter-0").assignment
+    later = RouteBook(MEMBERS, 200, FIRST)
+    later.hear(describe("drafter-0", assignment=carried))
+    assert later.assignment == carried
+    assert later.members["target-0"].describe()["revision"] == number == 2
+    assert later.table().ranks[0].revision == 2 and later.table().ranks[1].revision == 1
+    older = replace(carried, version=1, numbers={}) if carried else None
+    later.hear(describe("drafter-1", assignment=older))
+    assert later.assignment == carried
+
+
+def test_members_that_take_no_streams_are_in_the_table_too(book: RouteBook) -> None:
+    assert [route.endpoint.name for route in book.table().others] == [
+        "allocator",
+        "drafter-0",
+        "drafter-1",
+    ]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from actors.link import Membership
-from actors.shell import Seat, Shell
+from actors.peers import Seat
+from actors.shell import Shell
 
 
 class Slow(Shell):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.link import Membership
-from actors.shell import Description
+from actors.peers import Description
 from cluster.supervisor import Supervisor
 from configs.change import FixedSettingError, PolicyOrder
 from configs.load import load

@@ -14,7 +14,7 @@ from actors.core.messages import Endpoint
 from actors.core.prefix_scheduler import NoSpeculation, allocate
 from actors.core.verify_decision import DraftFacts
 from actors.link import Membership
-from actors.shell import DrafterFacts, Peers, Seat
+from actors.peers import DrafterFacts, Peers, Seat
 from actors.target import TargetActor
 from configs.change import PolicyOrder
 from configs.policy import PolicyConfig

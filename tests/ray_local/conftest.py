@@ -97,6 +97,10 @@ class Cluster:
         members = ray.get(self.supervisor.status.remote(), timeout=10)["members"]
         return next(member for member in members if member["name"] == name)
 
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The supervisor's answer."""
+        return ray.get(getattr(self.supervisor, method).remote(*arguments), timeout=30)
+
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         actor = ray.get_actor(name, namespace=launcher.NAMESPACE)
         return ray.get(getattr(actor, method).remote(*arguments), timeout=30)

@@ -228,8 +228,9 @@ def test_a_draining_rank_finishes_what_it_has_and_grants_nothing_new(
     client = open_client(cluster)
     client.submit("running", PROMPT, 800, rank=1)
     client.until(lambda: len(client.tokens("running")) > 5)
-    cluster.call("target-1", "drain")
-    cluster.until(lambda: cluster.routing().ranks[1].state == "draining")
+    assert cluster.ask("drain", "target-1", True) == ["target-1"]
+    assert cluster.routing().ranks[1].state == "draining"
+    cluster.until(lambda: cluster.status("target-1")["phase"] == "draining")
     request_id = client.full("refused")
     endpoint = cluster.routing().ranks[1].endpoint
     client.link.send(endpoint, Reserve(request_id, client.link.endpoint, 3, 5))
@@ -237,4 +238,45 @@ def test_a_draining_rank_finishes_what_it_has_and_grants_nothing_new(
     assert not reply.granted
     client.finish("running")
     assert client.tokens("running") == stream_after(PROMPT, 800)
-    cluster.kill("target-1")  # the next tests want it open again
+    cluster.ask("drain", "target-1", False)
+    cluster.until(lambda: cluster.routing().ranks[1].state == "ready")
+    client.submit("after", PROMPT, 20, rank=1)
+    client.finish("after")
+    assert client.tokens("after") == stream_after(PROMPT, 20)
+
+
+def test_a_drained_rank_that_dies_comes_back_drained_also_behind_another_supervisor(
+    cluster: Any, open_client: Callable[..., Any]
+) -> None:
+    from ray.exceptions import RayError
+
+    cluster.ask("drain", "target-1", True)
+    cluster.until(lambda: is_settled_but(cluster, "target-1"))
+    before = cluster.routing()
+    cluster.kill("supervisor")
+
+    def is_back() -> bool:
+        try:
+            return cluster.routing().version > before.version
+        except RayError:
+            return False
+
+    cluster.until(is_back, BACK_WITHIN_S)
+    assert cluster.routing().ranks[1].state == "draining"
+    cluster.kill("target-1")
+    cluster.until(
+        lambda: cluster.routing().ranks[1].endpoint.epoch != before.ranks[1].endpoint.epoch,
+        BACK_WITHIN_S,
+    )
+    cluster.until(lambda: is_settled_but(cluster, "target-1"), BACK_WITHIN_S)
+    assert cluster.status("target-1")["phase"] == "draining"
+    cluster.ask("drain", "target-1", False)
+
+
+def is_settled_but(cluster: Any, drained: str) -> bool:
+    """Everybody is ready and knows everybody, but for one that drains."""
+    import ray
+
+    status = ray.get(cluster.supervisor.status.remote(), timeout=10)
+    wanted = {m["name"]: "draining" if m["name"] == drained else "ready" for m in status["members"]}
+    return status["is_settled"] and {m["name"]: m["state"] for m in status["members"]} == wanted

@@ -105,8 +105,9 @@ def test_a_rank_stopped_inside_a_collective_is_found_and_its_group_formed_anew(
 
 
 def test_a_group_that_is_told_to_stop_ends_in_order(cluster: Cluster) -> None:
-    from ray import get, get_actor
+    from ray import get, get_actor, kill
 
+    kill(cluster.supervisor)  # as whoever ends a cluster does: it would start them again
     actors = [get_actor(f"target-{i}", namespace=launcher.NAMESPACE) for i in range(2)]
     get([actor.stop.remote() for actor in actors], timeout=30)
     phases = [get(actor.describe.remote(), timeout=10).phase for actor in actors]

@@ -27,7 +27,8 @@ from actors.engine.base import DrafterSpec
 from actors.engine.expert_group import ExpertGroup
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.link import Membership, ZmqLink
-from actors.shell import DrafterFacts, Peers, Seat, Shell
+from actors.peers import DrafterFacts, Peers, Seat
+from actors.shell import Shell
 from actors.target import TargetActor
 from configs.schema import ClusterConfig
 

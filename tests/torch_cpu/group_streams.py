@@ -96,7 +96,8 @@ def _disturb(cluster: GroupCluster, state: str, rank: int, request_id: str | Non
     if state in ("drain", "cancel"):
         _until_started(cluster, request_id)
     if state == "drain":
-        asyncio.run(cluster.ranks[rank].drain())
+        shell = cluster.ranks[rank]
+        asyncio.run(shell.on_loop(shell._rank.drain))
     if state == "cancel":
         cluster.abort(str(request_id))
 

@@ -12,7 +12,7 @@ from actors.engine.drafters.ngram import NgramEngine
 from actors.engine.drafters.pair_engine import PairEngine
 from actors.engine.weights import CheckpointError
 from actors.link import Membership
-from actors.shell import Seat
+from actors.peers import Seat
 from cluster.parts import drafter_engine, target_engine
 from configs.schema import ClusterConfig
 from tests.torch_cpu.rank_engines import write_tiny_llama

@@ -15,7 +15,7 @@ from actors.engine.training.losses import WEIGHTINGS
 from actors.engine.training.options import KINDS, MARKOV_HEADS
 from actors.engine.training.options import WEIGHTINGS as OFFERED
 from actors.link import Membership
-from actors.shell import Seat
+from actors.peers import Seat
 from cluster.cli import main as dspark
 from cluster.parts import drafter_engine, target_engine
 from configs.load import load

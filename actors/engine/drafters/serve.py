@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from actors.engine.drafters.pair_engine import PairEngine
 from actors.engine.drafters.pairs import PairModel
 from actors.engine.drafters.protocol import DrafterOptions
 from actors.engine.target_engine import DTYPES
-from actors.engine.weights import CheckpointError, embedding_tables
+from actors.engine.weights import CheckpointError, embedding_tables, read_config
 from configs.recipe import read_recipe
 from configs.schema import NGRAM_DRAFTER, ClusterConfig
 
@@ -76,6 +77,32 @@ def configured_engine(
     dtype, device = DTYPES[config.model.dtype], config.model.device
     options = DrafterOptions(name, gamma, draft_top_k, dtype, device, captures)
     return load_engine(folder, find_model(config.model.path, progress=False), options)
+
+
+def check_drafter(config: ClusterConfig) -> dict[str, list[Any]]:
+    """Load the configured drafter on the CPU; returns the "taps" it reads, and "remarks" on its confidences.
+
+    Raises CheckpointError for anything that is not there or does not fit.
+    """
+    here = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    engine = configured_engine(here, "check", captures=False)
+    if engine is None:
+        return {"taps": [], "remarks": []}
+    taps, remarks = engine.spec.tap_layer_ids, []
+    num_layers = int(
+        read_config(find_model(config.model.path, progress=False))["num_hidden_layers"]
+    )
+    if taps and max(taps) >= num_layers:
+        raise CheckpointError(
+            f"target_layer_ids={list(taps)}: the target has {num_layers} layers; "
+            "serve it with the target it was trained for"
+        )
+    folder = find_drafter(config.model.path, config.model.drafter)
+    if engine.spec.num_refused_calibrations:
+        remarks.append(f"{CALIBRATION_FILE} was made for other weights and is not used")
+    elif folder is not None and not (folder / CALIBRATION_FILE).is_file():
+        remarks.append(f"there is no {CALIBRATION_FILE}: confidences are corrected while serving")
+    return {"taps": list(taps), "remarks": [f"{text}; run `dspark calibrate`" for text in remarks]}
 
 
 def load_engine(drafter_dir: Path, target_dir: Path, options: DrafterOptions) -> DrafterEngine:

@@ -1,0 +1,273 @@
+"""The supervisor's hands in a rollout: what it sees of the members, and how it holds, moves and restarts them.
+
+What to do and when is decided by `actors.core.rollout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.core.rollout import Action, Rollout, Sight, Step
+from actors.core.rollout_plan import Bounds, require_somebody_left, units_of
+from actors.engine.base import TargetSpec
+from cluster.routing import Member, RouteBook
+from configs.change import require_rollable, restarted_by
+from configs.schema import ClusterConfig
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0  # for an orderly end of a process, before it is ended
+LOOK_TIMEOUT_S = 5.0
+
+Ask = Callable[..., Awaitable[Any]]
+
+
+class RolloutError(RuntimeError):
+    """A rollout, or a drain, cannot begin now; says what to do."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be rolled out.
+
+    Attributes:
+        config: the settings all members shall come to.
+        taps: the target's layers that the drafter of `config` reads; None: those of the present one.
+        bounds: how long what may take.
+    """
+
+    config: ClusterConfig
+    taps: tuple[int, ...] | None
+    bounds: Bounds
+
+
+class RolloutDesk:
+    """At most one rollout at a time.
+
+    Args:
+        book: what is known of the members, and what is wanted of them.
+        groups: names of the ranks that step together.
+        ask: the supervisor's way to call a member: name, method, timeout in seconds, arguments.
+        kill: ends a member's process, so that Ray starts it again.
+        settled: called when all members have come to a configuration.
+    """
+
+    def __init__(
+        self,
+        book: RouteBook,
+        groups: Sequence[tuple[str, ...]],
+        ask: Ask,
+        kill: Callable[[str], None],
+        settled: Callable[[ClusterConfig], Awaitable[None]],
+    ) -> None:
+        self._book = book
+        self._groups = groups
+        self._ask = ask
+        self._kill = kill
+        self._settled = settled
+        self._rollout: Rollout | None = None
+        self._number = 0
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._ended: set[tuple[str, int]] = set()  # (member, process) that was told to stop
+
+    async def begin(self, wish: Wish) -> dict[str, Any]:
+        """Start it; see `progress`.
+
+        Raises:
+            RolloutError: another one is under way.
+            FixedSettingError: a setting cannot be rolled out; nothing was changed.
+            NobodyLeftError: nobody would serve meanwhile.
+        """
+        if self._rollout is not None and self._rollout.outcome == "running":
+            raise RolloutError(
+                "a rollout is under way; wait for its end, or stop it with Ctrl-C there"
+            )
+        assignment = self._book.assignment
+        for config in assignment.revisions.values():
+            require_rollable(config, wish.config)
+        due = [(m.name, m.role) for m in self._book.members.values() if self._is_due(m, wish)]
+        units = units_of([(name, role) for name, role in due if role != "allocator"], self._groups)
+        open_ranks = {m.name for m in self._ranks if not self._book.is_drained(m.name)}
+        require_somebody_left(units, open_ranks, wish.bounds)
+        assignment, self._number = assignment.propose(wish.config)
+        self._book.assign(assignment)
+        before = {name: member.revision for name, member in self._book.members.items()}
+        self._rollout = Rollout(units, self._number, before, wish.bounds)
+        log.info(
+            "rollout of revision %d: %s", self._number, [u.members for u in units] or "at once"
+        )
+        if not units:
+            await self._settle(wish.config)
+        return self.progress()
+
+    def _is_due(self, member: Member, wish: Wish) -> bool:
+        """Whether it must start again to run that configuration."""
+        spec = member.last.spec if member.last else None
+        other_taps = (
+            wish.taps is not None
+            and isinstance(spec, TargetSpec)
+            and spec.tap_layer_ids != wish.taps
+        )
+        runs = self._book.assignment.of(member.name).config
+        return member.role in restarted_by(runs, wish.config, other_taps=other_taps)
+
+    def stop(self) -> None:
+        """End after the unit whose turn it is."""
+        if self._rollout is not None:
+            self._rollout.is_stopping = True
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is, JSON-able; "none" where this supervisor has begun none."""
+        rollout, now = self._rollout, time.monotonic()
+        if rollout is None:
+            return {"outcome": "none", "reason": "", "revision": 0, "steps": []}
+        return {
+            "outcome": rollout.outcome,
+            "reason": rollout.reason,
+            "revision": rollout.wanted,
+            "steps": [_step(step, now) for step in rollout.steps],
+        }
+
+    def has_ended(self, name: str, pid: int) -> bool:
+        """Whether this process was told to stop, and its end is under way."""
+        return (name, pid) in self._ended
+
+    # --- a round of the supervisor ----------------------------------------------------------------------------------
+
+    async def advance(self) -> None:
+        """Look, decide, do."""
+        rollout = self._rollout
+        if rollout is None or rollout.outcome != "running":
+            return
+        sights = await self._look(rollout)
+        for action in rollout.advance(sights, time.monotonic()):
+            await self._perform(rollout, action)
+        if rollout.outcome == "done":
+            await self._settle(self._book.assignment.revisions[self._number])
+        elif rollout.outcome != "running":
+            log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
+
+    async def _settle(self, config: ClusterConfig) -> None:
+        self._book.assign(self._book.assignment.settle(self._number))
+        await self._settled(config)
+
+    async def _look(self, rollout: Rollout) -> dict[str, Sight]:
+        members = [m for m in self._book.members.values() if m.role != "allocator"]
+        # Counts are wanted of ranks only, and only while one drains.
+        is_draining = any(step.phase == "draining" for step in rollout.steps)
+        asked = [m for m in members if m.role == "target" and m.is_usable and is_draining]
+        calls = (self._ask(m.name, "stats", LOOK_TIMEOUT_S) for m in asked)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        stats = {m.name: a for m, a in zip(asked, answers, strict=True) if isinstance(a, dict)}
+        return {m.name: self._sight(m, stats.get(m.name)) for m in members}
+
+    def _sight(self, member: Member, stats: Mapping[str, Any] | None) -> Sight:
+        last = member.last
+        is_told = last is not None and last.peers_version == self._book.version
+        is_up = member.is_usable
+        counts: dict[str, Any] = {"num_streams": None if member.role == "target" else 0}
+        if stats is not None:
+            num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reserved"]
+            most = stats["max_running"] + stats["max_waiting"]
+            takes = not self._book.is_drained(member.name)
+            counts = {
+                "num_streams": num_streams,
+                "num_used_blocks": stats["num_blocks"] - stats["num_free_blocks"],
+                "num_free_blocks": stats["num_free_blocks"] if takes else 0,
+                "num_places": max(0, most - num_streams) if takes else 0,
+            }
+        return Sight(
+            is_up=is_up,
+            is_told=is_told,
+            incarnation=f"{last.node_ip}/{last.pid}" if last else "",
+            revision=last.revision if last else 0,
+            failure=member.last_failure,
+            why="" if is_up else member.reason or member.state,
+            **counts,
+        )
+
+    async def _perform(self, rollout: Rollout, action: Action) -> None:
+        book, names = self._book, action.members
+        match action.kind:
+            case "hold" | "free":
+                ranks = [name for name in names if book.members[name].role == "target"]
+                book.hold(ranks, is_held=action.kind == "hold")
+            case "assign":
+                for name in names:
+                    book.members[
+                        name
+                    ].last_failure = ""  # what it says from now on is of the new one
+                book.assign(book.assignment.give(names, action.revision))
+            case "move":
+                calls = (self._ask(name, "move_streams", STOP_TIMEOUT_S) for name in names)
+                for name, answer in zip(
+                    names, await asyncio.gather(*calls, return_exceptions=True), strict=True
+                ):
+                    if isinstance(answer, BaseException):
+                        log.warning("%s could not give up its streams: %r", name, answer)
+                    else:
+                        rollout.moved(answer)
+            case "restart":
+                # Beside the rounds: an orderly end may take a while.
+                restart = asyncio.get_running_loop().create_task(self._restart(names))
+                self._restarts.add(restart)
+                restart.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, names: Sequence[str]) -> None:
+        known = {name: self._book.members[name].last for name in names}
+        self._ended |= {(name, last.pid) for name, last in known.items() if last}
+        calls = (self._ask(name, "stop", STOP_TIMEOUT_S) for name in names)
+        for name, answer in zip(
+            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
+        ):
+            if isinstance(answer, BaseException):
+                log.warning("%s did not end in order: %r", name, answer)
+            self._book.members[name].last_failure = ""
+            try:
+                self._kill(name)
+            except ray.exceptions.RayError as error:  # it is starting again already
+                log.warning("%s could not be ended: %s", name, error)
+
+    # --- draining by order ------------------------------------------------------------------------------------------
+
+    def drain(self, name: str, *, is_drained: bool) -> list[str]:
+        """Send nothing new to this rank, or again; of a group to all. Returns whom it concerns.
+
+        Raises:
+            RolloutError: there is no such rank, or nobody would be left.
+        """
+        ranks = [member.name for member in self._ranks]
+        if name not in ranks:
+            raise RolloutError(f"there is no rank {name!r}: there are {', '.join(ranks)}")
+        members = next((group for group in self._groups if name in group), (name,))
+        left = {rank for rank in ranks if not self._book.is_drained(rank)} - {*members}
+        if is_drained and not left:
+            raise RolloutError(
+                f"no other rank would take streams than {' and '.join(members)}; "
+                "`dspark undrain` another one first"
+            )
+        self._book.assign(self._book.assignment.drain(members, is_drained=is_drained))
+        return list(members)
+
+    @property
+    def _ranks(self) -> list[Member]:
+        return [member for member in self._book.members.values() if member.role == "target"]
+
+
+def _step(step: Step, now: float) -> dict[str, Any]:
+    end_s = now if step.ended_s is None else step.ended_s
+    return {
+        "members": list(step.unit.members),
+        "role": step.unit.role,
+        "phase": step.phase,
+        "note": step.note,
+        "moved_streams": step.num_moved,
+        "seconds": 0.0 if step.began_s is None else end_s - step.began_s,
+    }
