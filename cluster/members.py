@@ -104,18 +104,19 @@ class Members:
         watching = (config, HANG_AFTER_S, placement.groups, config.target.collective_timeout_s)
         supervising = (watched, membership, host, NAMESPACE, *watching, dict(about))
         self._start(Supervisor, "supervisor", *supervising)
-        self._start(AllocatorActor, "allocator", seat("allocator"), config)
+        allocator, drafter, target = _classes(config)
+        self._start(allocator, "allocator", seat("allocator"), config)
         for slot in placement.drafters:
             place = seat(slot.name, slot.num_threads)
             options = self._options(slot, placement)
             self._start(
-                DrafterActor, slot.name, place, config, self.parts.drafter_engine, options=options
+                drafter, slot.name, place, config, self.parts.drafter_engine, options=options
             )
         for rank, slot in enumerate(placement.targets):
             arguments = (seat(slot.name, slot.num_threads, rank), config, self.parts.target_engine)
             options = self._options(slot, placement)
             measure = self.parts.measure_steps
-            self._start(TargetActor, slot.name, *arguments, measure, options=options)
+            self._start(target, slot.name, *arguments, measure, options=options)
 
     def _options(self, slot: Slot, placement: Placement) -> dict[str, Any]:
         number, index = placement.place_of(slot)
@@ -184,6 +185,15 @@ class Members:
             for name in names:
                 with survive(name):
                     ray.kill(self.actors[name])
+
+
+def _classes(config: ClusterConfig) -> tuple[type, type, type]:
+    """Of allocator, drafters and targets. Only in a drill they know how to be disturbed."""
+    if not config.link.drills:
+        return AllocatorActor, DrafterActor, TargetActor
+    from actors.drills import DrilledAllocator, DrilledDrafter, DrilledTarget
+
+    return DrilledAllocator, DrilledDrafter, DrilledTarget
 
 
 def pool_name(number: int) -> str:

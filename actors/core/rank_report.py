@@ -78,6 +78,7 @@ def rank_stats(rank: Rank) -> dict[str, Any]:
         "num_running": int(book.table.is_running.sum()) + len(book.prefilling),
         "max_running": rank.limits.max_running,
         "num_waiting": len(book.waiting),
+        "num_reservations": book.desk.num_reservations,
         "num_free_blocks": book.pool.num_free,
         "num_blocks": book.pool.num_blocks,
         "num_cached_blocks": book.pool.num_unused,
