@@ -55,7 +55,8 @@ class Injector:
         if not about.roles:
             found = ["the clients"]
         else:
-            found = [name for role in about.roles for name in self._view.ready(role)]
+            ready = [name for role in about.roles for name in self._view.ready(role)]
+            found = [name for name in ready if self._view.processes(name)]
         return [name for name in found if name not in self._busy]
 
     async def strike(self, fault: Fault) -> None:

@@ -83,6 +83,7 @@ class Load:
         requests: what is asked.
         history: where everything is noted.
         seed: of which request comes next.
+        transport: in place of the network.
     """
 
     url: str
@@ -90,6 +91,7 @@ class Load:
     requests: Sequence[Request]
     history: History
     seed: int
+    transport: httpx.AsyncBaseTransport | None = None
     _live: dict[str, _Live] = field(default_factory=dict)
     _users: list[asyncio.Task[None]] = field(default_factory=list)
     _chains: itertools.count[int] = field(default_factory=itertools.count)
@@ -99,7 +101,11 @@ class Load:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(SILENCE_S, connect=10.0)
         self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=timeout, limits=limits, trust_env=False
+            base_url=self.url,
+            timeout=timeout,
+            limits=limits,
+            trust_env=False,
+            transport=self.transport,
         )
 
     @property
@@ -152,11 +158,13 @@ class Load:
     async def finish(self) -> None:
         """Nothing new; wait for what runs, up to a bound."""
         self._is_over = True
-        _, late = await asyncio.wait(self._users, timeout=FINISH_S)
+        done, late = await asyncio.wait(self._users, timeout=FINISH_S)
         for user in late:
             user.cancel()
-        await asyncio.gather(*self._users, return_exceptions=True)
+        await asyncio.gather(*late, return_exceptions=True)
         await self._http.aclose()
+        for user in done:
+            user.result()  # an error of ours
 
     async def _use(self, rng: random.Random) -> None:
         while not self._is_over:
@@ -197,7 +205,10 @@ class Load:
                     return _refusal(response, await response.aread())
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
-                        return {"how": "complete", "completion_tokens": usage["completion_tokens"]}
+                        return {
+                            "how": "complete",
+                            "completion_tokens": usage.get("completion_tokens"),
+                        }
                     if not line.startswith("data: "):
                         continue
                     event = json.loads(line.removeprefix("data: "))

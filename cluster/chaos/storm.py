@@ -15,7 +15,7 @@ from cluster.chaos.plan import Fault, next_possible
 from cluster.chaos.view import ClusterView
 
 LOAD_WITHIN_S = 120.0
-TICK_S = 0.05
+TICK_S = 0.1
 MAX_GAP_S = 3.0
 
 

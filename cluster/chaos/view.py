@@ -16,8 +16,8 @@ from ray.exceptions import RayError
 
 from cluster.members import NAMESPACE
 
-LOOK_EVERY_S = 0.25
-FRESH_S = 1.5  # a status older than this shows no victim
+LOOK_EVERY_S = 0.4
+FRESH_S = 2.5  # a status older than this shows no victim
 ANSWER_WITHIN_S = 5.0
 SETTLE_S = 60.0
 _TITLES = {"supervisor": "ray::Supervisor", "ingress": "ray::ServeReplica:dspark:Ingress"}
@@ -37,6 +37,7 @@ class ClusterView:
         self._supervisor: Any = ray.get_actor("supervisor", namespace=NAMESPACE)
         self._members: dict[str, dict[str, Any]] = {}
         self._is_settled = False
+        self._ours: dict[int, tuple[psutil.Process, str]] = {}  # by pid, with their titles
         self._looked_at = float("-inf")
         self._http = httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False)
         self._task = asyncio.create_task(self._look())
@@ -49,6 +50,7 @@ class ClusterView:
     async def _look(self) -> None:
         while True:
             asked_at = time.monotonic()
+            self._ours = await asyncio.to_thread(_processes)
             with contextlib.suppress(RayError, TimeoutError):  # it is restarting
                 status = await self._ask("status")
                 self._members = {member["name"]: member for member in status["members"]}
@@ -76,11 +78,10 @@ class ClusterView:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The living process of a member, of the supervisor, or those of the ingress; only ever our own."""
-        ours = psutil.Process().children(recursive=True)
         if name in _TITLES:
-            return [one for one in ours if _title(one).startswith(_TITLES[name])]
-        pid = self._members.get(name, {}).get("pid", 0)
-        return [one for one in ours if one.pid == pid and _title(one).startswith("ray::")]
+            return [one for one, title in self._ours.values() if title.startswith(_TITLES[name])]
+        one, title = self._ours.get(self._members.get(name, {}).get("pid", 0), (None, ""))
+        return [one] if one is not None and title.startswith("ray::") else []
 
     async def is_well(self, name: str, since: float, old_pids: set[int]) -> bool:
         """Whether, looked at after `since`, the part is ready, in a process that is none of `old_pids`."""
@@ -171,8 +172,8 @@ def _census() -> Counter[str]:
     for actor in ray._private.state.actors().values():
         if actor["State"] != "DEAD":
             living[f"actors {actor['ActorClassName']}"] += 1
-    for process in psutil.Process().children(recursive=True):
-        found = _TITLE.match(_title(process))
+    for _, title in _processes().values():
+        found = _TITLE.match(title)
         if found and found[1] != "IDLE" and not found[1].startswith("IDLE_"):
             living[f"processes {found[1]}"] += 1
     for group in ray.util.placement_group_table().values():
@@ -181,8 +182,9 @@ def _census() -> Counter[str]:
     return living
 
 
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+def _processes() -> dict[int, tuple[psutil.Process, str]]:
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found[process.pid] = process, " ".join(process.cmdline())
+    return found
