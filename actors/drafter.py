@@ -50,9 +50,10 @@ class DrafterActor(Shell):
         self._engine_factory = engine_factory
         self._engine: DrafterEngine | None = None
         self._draft_times: DraftTimes = ()
-        self._owners: dict[str, tuple[str, str, float]] = {}  # request → rank, its epoch, last seen
+        # request → rank, its epoch, its last step that told of it, when that was
+        self._owners: dict[str, tuple[str, str, int, float]] = {}
         self._num_batches = self._num_blocks = self._num_expired = self._num_failed = 0
-        self._num_unexpected = self._failures_in_a_row = 0
+        self._num_unexpected = self._num_missed = self._failures_in_a_row = 0
         self._draft_time_s = 0.0
         self._next_expiry = 0.0
         self.start()
@@ -89,7 +90,7 @@ class DrafterActor(Shell):
                     # In order: a request may be closed and opened again within one turn.
                     self._draft(commits)
                     commits = []
-                    self._close(message.request_ids)
+                    self._close(message.request_ids + self._missed(message))
                 case _:
                     self._num_unexpected += 1
                     log.warning("%s got a %s", self.seat.name, type(message).__name__)
@@ -100,7 +101,7 @@ class DrafterActor(Shell):
         for batch in merge_commits(commits):
             now = time.monotonic()
             for request_id in batch.request_ids:
-                self._owners[request_id] = (batch.rank.name, batch.rank.epoch, now)
+                self._owners[request_id] = (batch.rank.name, batch.rank.epoch, batch.step, now)
             proposals = self._advance(batch)
             if proposals is not None:
                 self._num_blocks += len(proposals.request_ids)
@@ -150,11 +151,21 @@ class DrafterActor(Shell):
         for request_id in request_ids:
             self._owners.pop(request_id, None)
 
+    def _missed(self, message: CloseDraft) -> tuple[str, ...]:
+        """Requests of the rank that are over, though nobody said so here."""
+        missed = tuple(
+            request_id
+            for request_id, (rank, _, step, _) in self._owners.items()
+            if rank == message.rank and step < message.before_step
+        )
+        self._num_missed += len(missed)
+        return missed
+
     def _expire(self, now: float) -> None:
         if now < self._next_expiry:
             return
         self._next_expiry = now + IDLE_TURN_S
-        old = tuple(r for r, (_, _, seen) in self._owners.items() if now - seen > EXPIRE_AFTER_S)
+        old = tuple(r for r, (*_, seen) in self._owners.items() if now - seen > EXPIRE_AFTER_S)
         if old:
             self._num_expired += len(old)
             log.warning("%s closes %d contexts nobody asked for any more", self.seat.name, len(old))
@@ -164,7 +175,7 @@ class DrafterActor(Shell):
         """Contexts of an incarnation of a rank that is over are of no use to the next one."""
         alive = {(rank.name, rank.epoch) for rank in new.ranks}
         over = {(rank.name, rank.epoch) for rank in old.ranks} - alive
-        orphans = tuple(r for r, (name, epoch, _) in self._owners.items() if (name, epoch) in over)
+        orphans = tuple(r for r, (name, epoch, *_) in self._owners.items() if (name, epoch) in over)
         if orphans:
             self._close(orphans)
 
@@ -181,6 +192,7 @@ class DrafterActor(Shell):
             "num_blocks": self._num_blocks,
             "num_failed": self._num_failed,
             "num_expired": self._num_expired,
+            "num_missed_closes": self._num_missed,
             "num_unexpected": self._num_unexpected,
             "num_refused_calibrations": self._engine.spec.num_refused_calibrations,
             "draft_time_s": self._draft_time_s,

@@ -199,8 +199,8 @@ class IngressReplica:
         )
         self._is_alone = config.ingress.num_replicas == 1
 
-    async def _routing(self) -> RoutingTable:
-        table: RoutingTable = await self._supervisor.routing.remote()
+    async def _routing(self, seen: int) -> RoutingTable:
+        table: RoutingTable = await self._supervisor.routing.remote(seen)
         return table
 
     async def _ask_ranks(self, response_id: str) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from cluster.commands.bench import add_options as add_bench_options
+from cluster.commands.chaos import add_options as add_chaos_options
 from cluster.commands.evaluate import add_calibrate_options, add_evaluate_options
 from cluster.commands.export import add_options as add_export_options
 from cluster.commands.rollout import add_options as add_rollout_options
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = _add(commands, "bench", "cluster.bench:bench", "measure tokens per second")
     _add_config(bench)
     add_bench_options(bench)
+    chaos = _add(commands, "chaos", "cluster.commands.chaos:chaos", "faults at random under load")
+    _add_config(chaos)
+    add_chaos_options(chaos)
     _add_drafter_commands(commands)
     simulate = _add(commands, "simulate", "cluster.simulate:simulate", "compare policies offline")
     add_simulate_options(simulate)

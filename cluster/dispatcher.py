@@ -54,12 +54,13 @@ class Dispatcher:
 
     Args:
         link: this process's inbox; polled from `start` to `stop`.
-        routing: answers the supervisor's current table; may raise or be slow, then the last table stays.
+        routing: answers the supervisor's current table, told the version known here; may raise or be slow, then the
+            last table stays.
         limits: bounds in seconds.
     """
 
     def __init__(
-        self, link: Link, routing: Callable[[], Awaitable[RoutingTable]], limits: DispatchLimits
+        self, link: Link, routing: Callable[[int], Awaitable[RoutingTable]], limits: DispatchLimits
     ) -> None:
         self.link = link
         self.router = Router()
@@ -259,7 +260,7 @@ class Dispatcher:
     async def _refresh_table(self) -> None:
         try:
             async with asyncio.timeout(4 * HEARTBEAT_S):
-                table = await self._routing()
+                table = await self._routing(self.router.table.version)
         except Exception as error:
             self.counters.num_routing_failures += 1
             if not self._routing_was_down:

@@ -75,6 +75,7 @@ DRAFTER_COUNTERS = (
     ("dspark:drafter_seconds", "Time spent drafting.", "draft_time_s"),
     ("dspark:drafter_failures", "Batches that failed.", "num_failed"),
     ("dspark:drafter_expired_contexts", "Contexts nobody asked for any more.", "num_expired"),
+    ("dspark:drafter_missed_closes", "Ends learnt of late: word was lost.", "num_missed_closes"),
     (
         "dspark:drafter_refused_calibrations",
         "Calibrations not used: made for another target or drafter.",

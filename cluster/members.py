@@ -110,20 +110,21 @@ class Members:
 
         watching = (config, HANG_AFTER_S, placement.groups)
         supervising = (watched, membership, host, NAMESPACE, *watching, dict(about))
+        allocator, drafter, target = _classes(config)
         beside = _beside_ingress(config)
         self._start(Supervisor, "supervisor", *supervising, options=beside)
-        self._start(AllocatorActor, "allocator", seat("allocator"), config, options=beside)
+        self._start(allocator, "allocator", seat("allocator"), config, options=beside)
         for slot in placement.drafters:
             place = seat(slot.name, slot.num_threads)
             options = self._options(slot, placement)
             self._start(
-                DrafterActor, slot.name, place, config, self.parts.drafter_engine, options=options
+                drafter, slot.name, place, config, self.parts.drafter_engine, options=options
             )
         for rank, slot in enumerate(placement.targets):
             arguments = (seat(slot.name, slot.num_threads, rank), config, self.parts.target_engine)
             options = self._options(slot, placement)
             measure = self.parts.measure_steps
-            self._start(TargetActor, slot.name, *arguments, measure, options=options)
+            self._start(target, slot.name, *arguments, measure, options=options)
 
     def _options(self, slot: Slot, placement: Placement) -> dict[str, Any]:
         number, index = placement.place_of(slot)
@@ -211,6 +212,15 @@ def named_actors() -> list[str]:
     """Of our namespace."""
     found = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
+
+
+def _classes(config: ClusterConfig) -> tuple[type, type, type]:
+    """Of allocator, drafters and targets. Only in a drill they know how to be disturbed."""
+    if not config.link.drills:
+        return AllocatorActor, DrafterActor, TargetActor
+    from actors.drills import DrilledAllocator, DrilledDrafter, DrilledTarget
+
+    return DrilledAllocator, DrilledDrafter, DrilledTarget
 
 
 def pool_name(number: int) -> str:

@@ -174,7 +174,7 @@ class RolloutDesk:
         is_up = member.is_usable
         counts: dict[str, Any] = {"num_streams": None if member.role == "target" else 0}
         if stats is not None:
-            num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reserved"]
+            num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reservations"]
             most = stats["max_running"] + stats["max_waiting"]
             takes = not self._book.is_drained(member.name)
             counts = {

@@ -145,6 +145,12 @@ class RouteBook:
         # It may not know yet; streams shall not go there all the same.
         return "draining" if state == "ready" and self.is_drained(name) else state
 
+    def outrun(self, version: int) -> None:
+        """Somebody knows a higher version, of a supervisor before this one: the clock that the first version comes
+        from was set back, or that supervisor had much to tell in a short life."""
+        if version > self.version:
+            self.version = version + 1
+
     def command(self, policy: PolicyConfig) -> PolicyOrder:
         """Everybody shall follow this policy; whoever starts again is told of it too."""
         self.version += 1
@@ -159,6 +165,7 @@ class RouteBook:
             member.num_restarts += 1
         member.last = description
         member.num_misses = 0
+        self.outrun(description.peers_version)
         member.state = self._state(member.name, description.phase)
         member.reason = ""
         if member.state in ("starting", "dead"):

@@ -80,10 +80,11 @@ class Supervisor:
         self._fronts: dict[str, tuple[float, dict[str, Any]]] = {}
         self._has_asked = asyncio.Event()
 
-    async def routing(self) -> RoutingTable:
-        """The current table; the ingress polls it. The first one waits until everybody was asked once."""
+    async def routing(self, seen: int = -1) -> RoutingTable:
+        """The current table, above the one `seen`; the ingress polls it. The first waits until all were asked once."""
         self._watch()
         await self._has_asked.wait()
+        self._book.outrun(seen)
         return self._book.table()
 
     async def join(self) -> tuple[Membership, str | None]:

@@ -85,6 +85,11 @@ class LinkConfig(Section):
     kind: Literal["zmq", "actor"] = Field(
         "zmq", description="zmq sockets, or plain Ray actor calls."
     )
+    drills: bool = Field(
+        False,
+        description="Whether `dspark chaos` may lose, repeat and delay messages and shift clocks here; never where "
+        "people are served.",
+    )
 
 
 class TelemetryConfig(Section):

@@ -273,6 +273,11 @@ class DraftExchange:
         self._closing.setdefault(request.drafter, []).append(request.request_id)
         request.drafter = None
 
+    def forget_all(self, step: int) -> list[tuple[Endpoint, Message]]:
+        """No request lives: tell every drafter once more, in case it missed the end of one. `step`: the next one."""
+        forget = CloseDraft(self._rank.name, (), before_step=step)
+        return [*self.flush(), *((state.endpoint, forget) for state in self._drafters.values())]
+
     def flush(self) -> list[tuple[Endpoint, Message]]:
         closing, self._closing = self._closing, {}
         return [

@@ -146,6 +146,9 @@ class CloseDraft:
 
     rank: str
     request_ids: tuple[str, ...]
+    before_step: int = (
+        0  # and whatever of the rank was last heard of before: word of its end was lost
+    )
 
 
 # --- received by the allocator --------------------------------------------------------------------------------------

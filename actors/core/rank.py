@@ -281,13 +281,15 @@ class Rank:
         ]
 
     def report_idle(self) -> Outgoing:
-        """Tell the allocator once that nothing runs here any more (its picture would keep the last busy step)."""
+        """Tell everybody once that nothing runs here any more: the allocator's picture would keep the last busy step,
+        and a drafter the requests whose `CloseDraft` was lost."""
         told = self.report is not None and self.report.batch_tokens == 0
-        if self.allocator is None or not self.is_idle or told:
+        if not self.is_idle or told:
             return []
         self.report = idle_report(self.endpoint, self.book, self._step)
+        out = self.book.drafts.forget_all(self._step)
         self._step += 1  # every report has its own number
-        return [(self.allocator, self.report)]
+        return [*out, (self.allocator, self.report)] if self.allocator else out
 
     @property
     def is_idle(self) -> bool:

@@ -79,7 +79,7 @@ def rank_stats(rank: Rank) -> dict[str, Any]:
         "max_running": rank.limits.max_running,
         "max_waiting": rank.limits.max_waiting,
         "num_waiting": len(book.waiting),
-        "num_reserved": book.desk.num_reservations,
+        "num_reservations": book.desk.num_reservations,
         "num_free_blocks": book.pool.num_free,
         "num_blocks": book.pool.num_blocks,
         "num_cached_blocks": book.pool.num_unused,

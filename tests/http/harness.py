@@ -266,7 +266,7 @@ async def launched(
     link = hub.open("ingress-0", "ingress")
     tables: list[RoutingTable] = [RoutingTable(0)]
 
-    async def routing() -> RoutingTable:
+    async def routing(_seen: int) -> RoutingTable:
         return tables[-1]
 
     limits = StreamLimits(**{"replay_timeout_s": 3.0, **stream_limits})

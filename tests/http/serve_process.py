@@ -32,7 +32,7 @@ class FakeSupervisor:
     async def join(self) -> tuple[Membership, str | None]:
         return self.membership, None
 
-    async def routing(self) -> RoutingTable:
+    async def routing(self, seen: int) -> RoutingTable:
         return self.table
 
 

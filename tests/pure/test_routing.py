@@ -65,6 +65,22 @@ def test_a_silent_cluster_is_starting_and_has_endpoints_nobody_can_use() -> None
     assert table.ranks[0].endpoint.epoch == "" and table.ranks[0].reason
 
 
+def test_a_book_that_starts_below_its_predecessor_goes_on_above_it() -> None:
+    """The clock was set back, or the predecessor had published more versions than it lived seconds."""
+    book = RouteBook(MEMBERS, first_version=100)
+    book.hear(describe("target-0", peers_version=500))
+    assert book.version > 500
+    assert [member.name for member in book.behind()] == ["target-0"]
+    book.outrun(501)  # an ingress replica had read a table that no member was told of
+    assert book.table().version == book.version
+    book.outrun(900)
+    assert book.version > 900
+    version = book.version
+    book.outrun(version)
+    book.hear(describe("target-0", peers_version=version))
+    assert book.version == version, "its own versions are nobody else's"
+
+
 def test_ready_members_are_published(book: RouteBook) -> None:
     table = book.table()
     assert [route.state for route in table.ranks] == ["ready", "ready"]
