@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from cluster.console import CommandError, emit_json, note, say, table
+from cluster.placement import OMP_SPIN_COUNT
 from configs.load import load
 
 TEMPERATURES = {"0": (0.0,), "1": (1.0,), "both": (0.0, 1.0)}
@@ -60,6 +62,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     try:
         candidates = scene.candidates(named)
+        if scene.lacks_compared:
+            note("the drafters trained alike for comparison ship with the repository, not here")
         if not candidates:
             raise CommandError(
                 "there is no drafter to measure; name one with --drafter NAME=DIR", 2
@@ -131,6 +135,8 @@ def _scene(arguments: argparse.Namespace) -> Any:
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(f"--limit {arguments.limit}: use at least 1", exit_code=2)
     model = _model_path(arguments)
+    # Before torch starts its threads: drafter and target take turns in two processes, as a cluster's do.
+    os.environ.setdefault("GOMP_SPINCOUNT", str(OMP_SPIN_COUNT))
     import torch  # heavy: only when it is needed
 
     from actors.engine.training.compare import Scene
@@ -205,10 +211,22 @@ def text(report: dict[str, Any]) -> str:
         parts.append(
             f"temperature {at}: acceptance length (macro over {over})\n{table(header, rows)}"
         )
-    if report["ratios"]:
-        pairs = ", ".join(f"{pair} {ratio:.3f}" for pair, ratio in report["ratios"].items())
-        parts.append(f"at temperature {report['temperature']:g}: {pairs}")
+    if report["equal_data"]:
+        parts.append(_equal_data(report["equal_data"]))
     return "\n\n".join(parts)
+
+
+def _equal_data(found: dict[str, Any]) -> str:
+    """The ratios of the drafters trained alike, one row a pair."""
+    temperatures = [at for at in ("temperature_0", "temperature_1") if at in found]
+    rows = [
+        [pair, *(f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for r in ratios)]
+        for pair in found[temperatures[0]]
+        for ratios in [[found[at][pair] for at in temperatures]]
+    ]
+    header = ["acceptance length", *(at.replace("_", " ") for at in temperatures)]
+    trained = f"{found['answer_tokens']} tokens and {found['steps']} steps each"
+    return f"trained alike, {trained}; in brackets 95 % of resampled answers\n{table(header, rows)}"
 
 
 def _row(name: str, entry: dict[str, Any], facts: dict[str, Any], domains: list[str]) -> list[str]:

@@ -174,3 +174,62 @@ def test_a_drafter_for_another_target_is_refused(tmp_path: Path) -> None:
     table = torch.zeros(96, 64)
     with pytest.raises(CheckpointError, match="embedding is"):
         load_drafter(tmp_path, table, table)
+
+
+def in_eight_bits(path: Path) -> tuple[DSparkModel, dict[str, Tensor]]:
+    model = reduced_model()
+    save_drafter(model, path, in_eight_bits=True)
+    return model, load_file(path / "model.safetensors")
+
+
+def test_a_drafter_in_eight_bits_loads_to_within_half_a_step_of_each_row(tmp_path: Path) -> None:
+    model, stored = in_eight_bits(tmp_path)
+    loaded = load_drafter(tmp_path, model.embed, torch.randn(96, 32))
+    matrices = 0
+    for (name, a), (_, b) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        if stored[name].dtype == torch.int8:
+            matrices += 1
+            steps = a.detach().abs().amax(1, keepdim=True) / 127
+            assert bool(((a - b).abs() <= 0.5001 * steps).all()), name
+        else:
+            torch.testing.assert_close(a, b, msg=name)
+    assert matrices == 3 + 2 * 7  # fc, W1, W2, and seven of each layer
+    assert stored["confidence_head.proj.weight"].dtype == torch.bfloat16
+    assert bool((loaded.draft_ids == model.draft_ids).all())
+
+
+def test_a_row_of_zeros_survives_eight_bits(tmp_path: Path) -> None:
+    model = reduced_model()
+    with torch.no_grad():
+        model.fc.weight[3] = 0
+    save_drafter(model, tmp_path, in_eight_bits=True)
+    assert not load(tmp_path).fc.weight[3].any()
+
+
+NAN = torch.full((32,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"fc.weight.row_scale": None}, r"'fc\.weight' .*without 'fc\.weight\.row_scale'"),
+        ({"fc.weight.row_scale": torch.ones(31)}, r"'fc\.weight\.row_scale' .*\[31\]"),
+        ({"fc.weight.row_scale": torch.ones(32).half()}, r"'fc\.weight\.row_scale' .*float16"),
+        ({"fc.weight.row_scale": NAN}, r"'fc\.weight\.row_scale' .*not finite"),
+        ({"fc.weight.row_scale": -torch.ones(32)}, r"'fc\.weight\.row_scale' .*negative"),
+        ({"fc.weight": torch.zeros(32, 95, dtype=torch.int8)}, r"'fc\.weight'.*\[32, 95\]"),
+        ({"fc.weight": torch.zeros(32, 96, dtype=torch.int16)}, r"'fc\.weight' .*int16"),
+        ({"fc.weight": torch.zeros(32, 96)}, r"'fc\.weight\.row_scale' .*float32"),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, r"'norm\.weight' .*int8"),
+        ({"gc.weight.row_scale": torch.ones(32)}, r"unexpected 'gc\.weight\.row_scale'"),
+        ({"d2t.row_scale": torch.ones(40)}, r"unexpected 'd2t\.row_scale'"),
+    ],
+)
+def test_malformed_eight_bits_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Tensor | None], says: str
+) -> None:
+    _, stored = in_eight_bits(tmp_path)
+    kept = {n: t for n, t in {**stored, **changes}.items() if t is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path)

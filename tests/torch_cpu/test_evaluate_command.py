@@ -46,7 +46,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         extra = {"training": {"steps": 4, "answer_tokens": 99}}
         save_drafter(random_model(configs[config], std=0.1), path / name, extra)
     deep = replace(configs["dflash"], num_hidden_layers=3)
-    save_drafter(random_model(deep, std=0.1), path / "dflash_3")
+    save_drafter(random_model(deep, std=0.1), path / "dflash_3", extra)
+    save_drafter(
+        random_model(configs["vanilla"], std=0.1),
+        path / "longer",
+        {"training": {"steps": 5, "answer_tokens": 99}},
+    )
     return path
 
 
@@ -64,10 +69,12 @@ def report_of(text: str) -> dict[str, Any]:
 def test_the_report_has_what_other_tools_read(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = [f"--drafter={name}={work / name}" for name in (*NAMES, "dflash_3")]
+    folders = {name: name for name in NAMES}
+    folders |= {"dspark": "longer", "equal": "dspark", "dflash_3": "dflash_3"}
+    named = [f"--drafter={name}={work / folder}" for name, folder in folders.items()]
     assert run(work, "evaluate", "--json", "--no-latency", "--limit", 2, *named) == 0
     report = report_of(capsys.readouterr().out)
-    assert set(report["drafters"]) == {*NAMES, "dflash_3"}
+    assert set(report["drafters"]) == set(folders)
     for name in NAMES:
         entry = report["drafters"][name]
         gamma = 1 if name == "mtp1" else GAMMA
@@ -75,14 +82,27 @@ def test_the_report_has_what_other_tools_read(
             assert 1 <= at["acceptance_length"] <= gamma + 1
             assert set(at["by_domain"]) == {"code", "math"}
             assert all(len(at[key]) == gamma for key in SERIES)
-        assert (entry["gamma"], entry["steps"], entry["answer_tokens"]) == (gamma, 4, 99)
+        steps = 5 if name == "dspark" else 4
+        assert (entry["gamma"], entry["steps"], entry["answer_tokens"]) == (gamma, steps, 99)
         assert entry["acceptance_length"] == entry["temperature_1"]["acceptance_length"]
         lengths = entry["temperature_0"]["by_domain"].values()
         assert entry["temperature_0"]["acceptance_length"] == pytest.approx(
             sum(lengths) / 2, abs=1e-3
         )
-    assert {"dspark/dflash", "dspark/eagle3"} <= set(report["ratios"])
+    equal = report["equal_data"]
+    assert (equal["steps"], equal["answer_tokens"]) == (4, 99)
+    assert equal["drafters"]["dspark"] == {"entry": "equal", "num_layers": 2}
+    for at in ("temperature_0", "temperature_1"):
+        pairs = {f"dspark/{n}" for n in (*NAMES, "dflash_3") if n != "dspark"}
+        assert set(equal[at]) == pairs
+        for pair, found in equal[at].items():
+            other = report["drafters"][pair.removeprefix("dspark/")][at]["acceptance_length"]
+            own = report["drafters"]["equal"][at]["acceptance_length"]
+            assert found["ratio"] == pytest.approx(own / other, abs=2e-3)
+            assert found["low"] <= found["ratio"] <= found["high"]
     assert report["depth"]["dflash_3"]["num_layers"] == 3
+    own = report["drafters"]["equal"]["acceptance_length"]
+    assert report["depth"]["dspark"] == {"num_layers": 2, "acceptance_length": own}
     assert report["temperature"] == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.engine.drafters import speculators
+from actors.engine.drafters import eight_bit, speculators
 from actors.engine.drafters.config import DrafterConfig, parse_config
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.eagle3 import Eagle3Model
@@ -46,8 +46,8 @@ def load_drafter(drafter_dir: Path, target_embed: Tensor, target_head: Tensor) -
     """Load a drafter directory onto the target's embed [V, d] and output head [V, d].
 
     This project's directories, DeepSpec's and speculators' load. A DeepSpec checkpoint brings its own copies of the
-    target's tables and uses those. Parameters are fp32 in memory. Raises CheckpointError naming any field, or any
-    missing, extra or misshapen tensor.
+    target's tables and uses those. Parameters are fp32 in memory, also where they are stored in eight bits
+    (`eight_bit`). Raises CheckpointError naming any field, or any missing, extra, misshapen or badly scaled tensor.
     """
     config = read_drafter_config(drafter_dir)
     checkpoint = Checkpoint(drafter_dir)
@@ -62,8 +62,9 @@ def load_drafter(drafter_dir: Path, target_embed: Tensor, target_head: Tensor) -
         _check_tables(target_embed, target_head, full)
     with torch.device("meta"):
         shapes = _parameter_shapes(config)
-    check_names(checkpoint, set(shapes) | own | mapping, optional=optional)
-    state = {n: checkpoint.take(n, shape, torch.float32) for n, shape in shapes.items()}
+    scales = eight_bit.scales_in(checkpoint) & {n + eight_bit.SCALE for n in shapes}
+    check_names(checkpoint, set(shapes) | own | mapping, optional=optional | scales)
+    state = {n: eight_bit.take(checkpoint, n, shape) for n, shape in shapes.items()}
     embed, head = target_embed, target_head
     if not config.tied_to_target:
         embed = checkpoint.take(EMBED, full, target_embed.dtype)
@@ -77,11 +78,20 @@ def load_drafter(drafter_dir: Path, target_embed: Tensor, target_head: Tensor) -
 
 
 def save_drafter(
-    model: DraftModel, drafter_dir: Path, extra: Mapping[str, Any] | None = None
+    model: DraftModel,
+    drafter_dir: Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    in_eight_bits: bool = False,
 ) -> None:
-    """Write `config.json` (plus `extra` fields) and bf16 `model.safetensors`, without tied tensors."""
+    """Write `config.json` (plus `extra` fields) and `model.safetensors`, without tied tensors.
+
+    Weights are bf16, or with `in_eight_bits` what `eight_bit.compress` makes of the matrices.
+    """
     drafter_dir.mkdir(parents=True, exist_ok=True)
-    tensors = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in model.state_dict().items()}
+    state = {n: p.detach().contiguous() for n, p in model.state_dict().items()}
+    halved = {n: p.to(torch.bfloat16) for n, p in state.items()}
+    tensors = eight_bit.compress(state) if in_eight_bits else halved
     if model.config.reduced:
         tensors[MAP] = model.draft_ids - torch.arange(model.config.draft_vocab_size)
     write(drafter_dir, {**model.config.to_json(), **(extra or {})}, tensors)

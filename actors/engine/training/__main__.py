@@ -53,7 +53,7 @@ def train(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
 
 def export(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
     """Write the drafter directory."""
-    return stages.export(paths, args.out)
+    return stages.export(paths, args.out, in_eight_bits=args.eight_bits)
 
 
 def measure(paths: Paths, args: argparse.Namespace) -> dict[str, Any]:
@@ -97,6 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--per-domain", type=int, help="held-out answers of each domain")
     parser.add_argument("--out", type=Path, help="directory to write")
     parser.add_argument("--drafter", type=Path, help="drafter directory to measure")
+    parser.add_argument(
+        "--eight-bits", action="store_true", help="export at half the size: int8 rows with scales"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for a tiny target")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
 from actors.engine.drafters.checkpoint import load_drafter
 from actors.engine.drafters.config import DrafterConfig
-from actors.engine.training import evaluation, latency
+from actors.engine.training import equal_data, evaluation, latency
 from actors.engine.training.dataset import OnPolicyDataset
 from actors.engine.training.evaluation import Candidate
 from actors.engine.training.held_out import TEXT, read_text, with_features
@@ -22,6 +22,7 @@ from actors.engine.training.runs import Paths, restore, tables
 from actors.engine.weights import Checkpoint, CheckpointError, read_config
 
 HELD_OUT = "held_out"  # beside the bundled drafters
+COMPARED = "compared"  # drafters that ship to be compared with, all trained alike; not part of an installed wheel
 SPLITS = {0.0: "held_out", 1.0: "held_out_t1"}
 
 
@@ -71,7 +72,7 @@ class Scene:
         return folder if folder is not None and (folder / TEXT).is_file() else None
 
     def candidates(self, named: Sequence[tuple[str | None, Path]] = ()) -> list[Candidate]:
-        """Return the drafters to compare: `named` ones, then runs in `work`, then bundled ones.
+        """Return the drafters to compare: `named` ones, runs in `work`, bundled ones, those trained alike.
 
         A name that is taken already gets the place it comes from behind it.
         """
@@ -80,15 +81,25 @@ class Scene:
             runs = sorted(self.work.glob("run-*/checkpoint.pt"))
             found += [self._run(path) for path in runs]
         if self.bundled_dir is not None:
-            folders = sorted(p.parent for p in self.bundled_dir.glob("*/model.safetensors"))
-            found += [self.load(folder) for folder in folders if (folder / "config.json").is_file()]
+            found += [self.load(folder) for folder in _drafters_in(self.bundled_dir)]
+        found += [self.load(folder) for folder in self.compared()]
         unique: dict[str, Candidate] = {}
         for candidate in found:
-            name = candidate.name
+            name, where = candidate.name, Path(candidate.where)
             if name in unique:
-                name = f"{name}@{Path(candidate.where).name}"
-            unique.setdefault(name, Candidate(**{**vars(candidate), "name": name}))
+                place = COMPARED if where.parent.name == COMPARED else where.name
+                name = f"{name}@{place}"
+            unique.setdefault(name, replace(candidate, name=name))
         return list(unique.values())
+
+    def compared(self) -> list[Path]:
+        """Return the drafters trained alike that ship with the model; none in an installed wheel."""
+        return [] if self.bundled_dir is None else _drafters_in(self.bundled_dir / COMPARED)
+
+    @property
+    def lacks_compared(self) -> bool:
+        """Whether there is held-out text of the model but none of the drafters to compare on it."""
+        return self._shipped_text() is not None and not self.compared()
 
     def load(self, drafter_dir: Path, name: str | None = None) -> Candidate:
         """Load a drafter directory; raises CheckpointError for one that does not fit the target."""
@@ -161,49 +172,46 @@ def compare(
         (c.model.config.target_layer_ids for c in candidates if c.model.config.kind != "mtp"), (0,)
     )
     drafters: dict[str, dict[str, Any]] = {}
+    entrants = []
     for candidate in candidates:
         config = candidate.model.config
         progress(f"{candidate.name}: {candidate.where}")
         taps = shared if config.kind == "mtp" else config.target_layer_ids
-        measured = {
-            at: evaluation.measure(
-                candidate, scene.held_out(config, at, taps), at, head, scene.limit
-            )
-            for at in temperatures
-        }
-        speed: dict[str, Any] = {"draft_ms": None}
-        if with_latency:
-            found = latency.measure(candidate.model, scene.target_dir).report()
-            speed = {
-                "draft_ms": found["draft_ms_by_gamma"][str(config.block_size)],
-                "latency": found,
-            }
+        measured, rounds = {}, {}
+        for at in temperatures:
+            data = scene.held_out(config, at, taps)
+            measured[at], rounds[at] = evaluation.measure(candidate, data, at, head, scene.limit)
         drafters[candidate.name] = {
             **candidate.facts(),
             **measured[max(temperatures)],
-            **speed,
+            **(_speed(candidate, scene) if with_latency else {"draft_ms": None}),
             **{f"temperature_{at:g}": found for at, found in measured.items()},
         }
+        plain, layers = evaluation.name_of(config), config.num_hidden_layers
+        entrants.append(
+            equal_data.Entrant(candidate.name, plain, layers, candidate.trained_on, rounds)
+        )
+    alike = {name: entrant.name for name, entrant in equal_data.alike(entrants).items()}
+    layers_of = {name: entry["num_layers"] for name, entry in drafters.items()}
+    lengths = {name: entry["acceptance_length"] for name, entry in drafters.items()}
     return {
         "temperature": max(temperatures),
-        **_compared(drafters, temperatures),
+        "equal_data": equal_data.report(entrants),
+        "depth": evaluation.depth(alike, layers_of, lengths),
         "drafters": drafters,
     }
 
 
-def _compared(drafters: dict[str, dict[str, Any]], temperatures: Sequence[float]) -> dict[str, Any]:
-    layers = {name: entry["num_layers"] for name, entry in drafters.items()}
-    lengths = {
-        at: {n: entry[f"temperature_{at:g}"]["acceptance_length"] for n, entry in drafters.items()}
-        for at in temperatures
-    }
-    return {
-        "ratios": evaluation.ratios(lengths[max(temperatures)]),
-        "ratios_by_temperature": {
-            f"temperature_{at:g}": evaluation.ratios(own) for at, own in lengths.items()
-        },
-        "depth": evaluation.depth(layers, lengths[max(temperatures)]),
-    }
+def _speed(candidate: Candidate, scene: Scene) -> dict[str, Any]:
+    found = latency.measure(candidate.model, scene.target_dir).report()
+    own = str(candidate.model.config.block_size)
+    return {"draft_ms": found["draft_ms_by_gamma"][own], "latency": found}
+
+
+def _drafters_in(folder: Path) -> list[Path]:
+    """Return the drafter directories right below `folder`, in order of their names."""
+    weights = sorted(folder.glob("*/model.safetensors"))
+    return [path.parent for path in weights if (path.parent / "config.json").is_file()]
 
 
 def write_report(report: dict[str, Any], out: Path) -> Path:

@@ -130,6 +130,7 @@ def draft_blocks(
         torch.stack(judge.inside, -1).numpy(),
         logits[0].float().numpy(),
         record.domain,
+        record.record_id,
     )
 
 

@@ -16,6 +16,7 @@ from actors.engine.drafters.model import DraftModel
 from actors.engine.training import calibrate
 from actors.engine.training.calibrate import NUM_BINS, rounded
 from actors.engine.training.dataset import OnPolicyDataset
+from actors.engine.training.equal_data import DSPARK, AnswerRounds
 from actors.engine.training.evaluate import Replay, acceptance, macro_domains, replayed
 from actors.engine.training.replay import Blocks, above_threshold, conditional
 
@@ -32,6 +33,13 @@ class Candidate:
     model: DraftModel
     steps: int | None = None
     answer_tokens: int | None = None
+
+    @property
+    def trained_on(self) -> tuple[int, int] | None:
+        """Steps and answer tokens; None where either is not known."""
+        if self.steps is None or self.answer_tokens is None:
+            return None
+        return self.steps, self.answer_tokens
 
     def facts(self) -> dict[str, Any]:
         """Return what it is, for JSON."""
@@ -71,8 +79,8 @@ def measure(
     temperature: float,
     target_head: Tensor,
     per_domain: int | None = None,
-) -> dict[str, Any]:
-    """Return everything measured of one drafter at one temperature.
+) -> tuple[dict[str, Any], AnswerRounds]:
+    """Return everything measured of one drafter at one temperature, and what it made of each answer.
 
     Raises ValueError when `data` has no text of this temperature.
     """
@@ -81,7 +89,8 @@ def measure(
     every = replayed(candidate.model, data, replay, per_domain=per_domain)
     if len(every) < 2:
         raise ValueError(f"{data.root}: fewer than two answers at temperature {temperature:g}")
-    return {"temperature": temperature, "rule": rule, "num_answers": len(every), **summary(every)}
+    found = {"temperature": temperature, "rule": rule, "num_answers": len(every), **summary(every)}
+    return found, AnswerRounds.of(every)
 
 
 def summary(every: Sequence[Blocks]) -> dict[str, Any]:
@@ -163,25 +172,22 @@ def reliability(
     return curves
 
 
-def ratios(lengths: Mapping[str, float]) -> dict[str, float]:
-    """Return DSpark's acceptance length over every other's: `dspark/dflash`, `dspark/eagle3` and so on."""
-    if "dspark" not in lengths:
-        return {}
-    return {
-        f"dspark/{name}": round(lengths["dspark"] / value, 4)
-        for name, value in lengths.items()
-        if name != "dspark" and value
-    }
+def depth(
+    named: Mapping[str, str], layers: Mapping[str, int], lengths: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """Compare DSpark with DFlash drafters that have more layers; None where there is none.
 
-
-def depth(layers: Mapping[str, int], lengths: Mapping[str, float]) -> dict[str, Any] | None:
-    """Compare DSpark with DFlash drafters that have more layers; None where there is none."""
-    deeper = {
-        n: k for n, k in layers.items() if n.startswith("dflash") and k > layers.get("dspark", 99)
-    }
-    if not deeper:
+    Args:
+        named: drafters trained alike, by what they are called there; gives the name in the report.
+        layers, lengths: by name in the report.
+    """
+    entries = {n: own for n, own in named.items() if n == DSPARK or n.startswith("dflash")}
+    if DSPARK not in entries or len(entries) < 2:
         return None
-    return {
-        "dspark": {"num_layers": layers["dspark"], "acceptance_length": lengths["dspark"]},
-        **{n: {"num_layers": k, "acceptance_length": lengths[n]} for n, k in deeper.items()},
+    fewest = layers[entries[DSPARK]]
+    found = {
+        name: {"num_layers": layers[own], "acceptance_length": lengths[own]}
+        for name, own in entries.items()
+        if name == DSPARK or layers[own] > fewest
     }
+    return found if len(found) > 1 else None

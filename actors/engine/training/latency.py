@@ -1,14 +1,16 @@
-"""What a draft costs in the serving engine, for blocks of several lengths, and which share of a round that is.
+"""What a round costs for blocks of several lengths, and which share of it drafting has.
 
-Drafter and target take turns here, as they do in a round of one cohort. Sizes are measured in turn and the turns
-repeated, so that what else the machine does falls on all alike; medians are reported.
+The drafter computes in a process of its own, as it is served, and takes turns with the target, as they do there: a
+round is commits to the drafter, its blocks back, one step of the target. What is verified stays the same, as a budget
+would have it; only the block gets longer. Lengths are measured in turn and the turns repeated, so that what else the
+machine does falls on all alike; medians are reported, of growth that of each repeat's own ratio.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +18,69 @@ import numpy as np
 import torch
 
 from actors.core.sampling import SamplingBatch, SamplingParams
-from actors.engine.base import DrafterEngine
-from actors.engine.drafters.calibration import ConfidenceTables
+from actors.engine.drafters.checkpoint import save_drafter
+from actors.engine.drafters.config import DrafterConfig
 from actors.engine.drafters.model import DraftModel
-from actors.engine.drafters.protocol import DrafterOptions
-from actors.engine.drafters.serve import engine_for
 from actors.engine.drafters.trial import trial_commit
+from actors.engine.training.drafter_process import DrafterProcess
 from actors.engine.training.frozen_target import FrozenTarget
 from configs.machine import multiplies_bfloat16
 
 BATCH = 16
 CONTEXT_LEN = 128
 GAMMAS = (4, 8, 12, 16)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of one round."""
+
+    draft: float  # in the drafter's engine
+    verify: float  # the target's step
+    whole: float  # both, and what goes between the processes
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Medians in milliseconds at one batch size; `verify_ms` of a target step with `1 + verified` tokens a request."""
+    """Rounds of `batch` requests by block length, in the order they were measured; the target verifies `verified`."""
 
     batch: int
-    draft_ms: dict[int, float]  # by block length
-    verify_ms: float
     verified: int
-    repeats: int
+    turns: dict[int, list[Turn]]
 
     def report(self) -> dict[str, Any]:
-        """Return for JSON: times, and the share that drafting has in a round at each length."""
-        shares = {str(g): round(ms / (ms + self.verify_ms), 4) for g, ms in self.draft_ms.items()}
+        """Return for JSON: medians in milliseconds, drafting's share of a round, and what a longer block adds to it."""
+        draft, whole = ({g: self._ms(g, part) for g in self.turns} for part in ("draft", "whole"))
+        verify = 1e3 * float(np.median([t.verify for own in self.turns.values() for t in own]))
         found = {
             "batch": self.batch,
-            "draft_ms_by_gamma": {str(g): round(ms, 3) for g, ms in self.draft_ms.items()},
-            "verify_ms": round(self.verify_ms, 3),
             "verified_a_request": self.verified,
-            "draft_share_of_round": shares,
-            "repeats": self.repeats,
+            "repeats": len(next(iter(self.turns.values()))),
+            "draft_ms_by_gamma": {str(g): round(ms, 3) for g, ms in draft.items()},
+            "verify_ms": round(verify, 3),
+            "round_ms_by_gamma": {str(g): round(ms, 3) for g, ms in whole.items()},
+            "draft_share_of_round": {str(g): round(draft[g] / whole[g], 4) for g in self.turns},
         }
-        if {min(GAMMAS), max(GAMMAS)} <= set(self.draft_ms):
-            short, long = (self.verify_ms + self.draft_ms[g] for g in (min(GAMMAS), max(GAMMAS)))
-            found["round_growth"] = round(long / short - 1, 4)  # the shortest block to the longest
+        if {min(GAMMAS), max(GAMMAS)} <= set(self.turns):
+            found["round_growth"] = self.growth(min(GAMMAS), max(GAMMAS))
         return found
 
+    def growth(self, short: int, long: int) -> dict[str, Any]:
+        """Return what blocks of `long` instead of `short` add to a round: the quartiles over repeats."""
+        pairs = zip(self.turns[short], self.turns[long], strict=True)
+        ratios = [b.whole / a.whole - 1 for a, b in pairs]
+        low, middle, high = (round(float(q), 4) for q in np.percentile(ratios, (25, 50, 75)))
+        return {"from": short, "to": long, "share": middle, "low": low, "high": high}
 
-def block_lengths(model: DraftModel) -> tuple[int, ...]:
+    def _ms(self, gamma: int, part: str) -> float:
+        return 1e3 * float(np.median([getattr(turn, part) for turn in self.turns[gamma]]))
+
+
+def block_lengths(config: DrafterConfig) -> tuple[int, ...]:
     """Return the block lengths that can be measured: a parallel block or a chain of any length; MTP has one."""
-    own = model.config.block_size
-    return (own,) if model.config.kind == "mtp" else tuple(sorted({own, *GAMMAS}))
+    own = config.block_size
+    return (own,) if config.kind == "mtp" else tuple(sorted({own, *GAMMAS}))
 
 
 def measure(
@@ -68,66 +88,57 @@ def measure(
     target_dir: Path,
     *,
     batch: int = BATCH,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     verified: int | None = None,
 ) -> Latency:
-    """Measure drafts of `batch` sampled requests, and the target verifying `verified` tokens of each (default: γ)."""
+    """Measure rounds of `batch` sampled requests, `verified` draft tokens of each going to the target (default: γ)."""
     dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     verified = model.config.block_size if verified is None else verified
-    turns: dict[int, Callable[[], float]] = {
-        gamma: _Drafts(_engine(model, gamma, dtype), batch).turn for gamma in block_lengths(model)
-    }
-    longest = CONTEXT_LEN + 1 + verified
-    verify = _Verify(FrozenTarget(target_dir, (), dtype, longest), batch, verified).turn
-    took: dict[int, list[float]] = {gamma: [] for gamma in turns}
-    verifying = []
-    for turn in range(repeats + 1):  # the first one warms up
-        for gamma, draft in turns.items():
-            seconds = draft()
-            if turn:
-                took[gamma].append(seconds)
-        seconds = verify()
-        if turn:
-            verifying.append(seconds)
-    draft_ms = {gamma: 1e3 * float(np.median(times)) for gamma, times in took.items()}
-    return Latency(batch, draft_ms, 1e3 * float(np.median(verifying)), verified, repeats)
+    lengths = block_lengths(model.config)
+    verify = _Verify(
+        FrozenTarget(target_dir, (), dtype, CONTEXT_LEN + 1 + verified), batch, verified
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(model, Path(folder))
+        with DrafterProcess(Path(folder), target_dir, lengths, dtype) as drafter:
+            rounds = _Rounds(drafter, verify, batch, model.config.feature_dim)
+            turns = [{gamma: rounds.turn(gamma) for gamma in lengths} for _ in range(repeats + 1)]
+    # The first one warms up.
+    return Latency(batch, verified, {g: [turn[g] for turn in turns[1:]] for g in lengths})
 
 
-def _engine(model: DraftModel, gamma: int, dtype: torch.dtype) -> DrafterEngine:
-    """Serve the model with blocks of `gamma`, whatever it was trained with: only their cost is asked for."""
-    own = model.config
-    model.config = replace(own, block_size=gamma)
-    try:
-        options = DrafterOptions("measure", dtype=dtype)
-        return engine_for(model, ConfidenceTables.identity(gamma), options, "measure")
-    finally:
-        model.config = own  # the engine has its own copy, with the other length
+class _Rounds:
+    """Rounds of each block length: every turn commits two tokens a request, asks for a block and verifies."""
 
+    def __init__(
+        self, drafter: DrafterProcess, verify: _Verify, batch: int, feature_dim: int
+    ) -> None:
+        self._drafter, self._verify = drafter, verify
+        self._batch, self._feature_dim = batch, feature_dim
+        self._names = tuple(f"r{i}" for i in range(batch))
+        params = [SamplingParams(noise_key=i) for i in range(batch)]
+        self._sampling = SamplingBatch.of(params)
+        self._committed: dict[int, int] = {}  # by block length: each has an engine of its own
 
-class _Drafts:
-    """Rounds of one engine: every turn commits two tokens a request and asks for a block."""
-
-    def __init__(self, engine: DrafterEngine, batch: int) -> None:
-        self._engine, self._batch, self._committed = engine, batch, CONTEXT_LEN
-        self._advance(0, CONTEXT_LEN)
-
-    def turn(self) -> float:
-        """Return seconds of one draft."""
-        self._committed += 2
-        return self._advance(self._committed - 3, self._committed)
-
-    def _advance(self, first: int, committed: int) -> float:
-        rows = committed - 1 - first
-        rng = np.random.default_rng(committed)
-        features = rng.normal(size=(self._batch * rows, self._engine.spec.feature_dim))
-        names = tuple(f"r{i}" for i in range(self._batch))
-        sampling = SamplingBatch.of([SamplingParams(noise_key=i) for i in range(self._batch)])
-        message = trial_commit(names, first, committed, features.astype(np.float32), sampling)
+    def turn(self, gamma: int) -> Turn:
+        """Return seconds of one round."""
+        if gamma not in self._committed:
+            self._committed[gamma] = CONTEXT_LEN
+            self._drafter.advance(gamma, self._commits(0, CONTEXT_LEN))
+        before = self._committed[gamma]
+        self._committed[gamma] = before + 2
+        commits = self._commits(before - 1, before + 2)
         started = time.perf_counter()
-        proposal = self._engine.advance(message)
-        seconds = time.perf_counter() - started
-        assert proposal is not None
-        return seconds
+        draft = self._drafter.advance(gamma, commits).draft_time_s
+        verify = self._verify.step()
+        return Turn(draft, verify, time.perf_counter() - started)
+
+    def _commits(self, first: int, committed: int) -> Any:
+        rng = np.random.default_rng(committed)
+        features = rng.normal(size=(self._batch * (committed - 1 - first), self._feature_dim))
+        return trial_commit(
+            self._names, first, committed, features.astype(np.float32), self._sampling
+        )
 
 
 class _Verify:
@@ -139,7 +150,7 @@ class _Verify:
         self._start = torch.full((batch,), CONTEXT_LEN)
 
     @torch.inference_mode()
-    def turn(self) -> float:
+    def step(self) -> float:
         """Return seconds of one step, logits of every token included."""
         started = time.perf_counter()
         seen = self._target.forward(self._ids, self._start, self._rows, 0)

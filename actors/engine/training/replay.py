@@ -25,6 +25,7 @@ class Blocks:
     inside: BoolArray  # [A, gamma] the slot lies within the text
     confidence_logits: npt.NDArray[np.float32]  # [A, gamma]
     domain: str = ""
+    record_id: str = ""
 
     def visited(self) -> list[int]:
         """Return the anchors (rows) that decoding visits under `prefix`."""

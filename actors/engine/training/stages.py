@@ -170,7 +170,7 @@ def first_model(paths: Paths, data: OnPolicyDataset, args: argparse.Namespace) -
     return new_model(paths, data, shape(paths, args))
 
 
-def export(paths: Paths, out: Path) -> dict[str, Any]:
+def export(paths: Paths, out: Path, *, in_eight_bits: bool = False) -> dict[str, Any]:
     """Write the drafter directory; calibrate on held-out blocks where there are some, and a confidence head."""
     checkpoint = paths.run / "checkpoint.pt"
     if not checkpoint.exists():
@@ -183,7 +183,7 @@ def export(paths: Paths, out: Path) -> dict[str, Any]:
         "num_target_layers": int(read_config(paths.target)["num_hidden_layers"]),
         "training": {"steps": state["step"], "answer_tokens": state["answer_tokens"]},
     }
-    save_drafter(model, out, extra)
+    save_drafter(model, out, extra, in_eight_bits=in_eight_bits)
     curves.plot_log(paths.run / "log.jsonl", out / "training.png")
     done: dict[str, Any] = {"drafter": str(out), "step": state["step"]}
     try:
