@@ -1,4 +1,4 @@
-"""`dspark bench`: the serving frontier; `--engine-only` measures the target alone, `--ranks N` budgets by rank."""
+"""`dspark bench`: the serving frontier; or the target alone, budgets by rank, what the server costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from configs.load import load
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    if arguments.engine_only and arguments.ranks:
-        raise CommandError("--engine-only or --ranks N: measure one of them", exit_code=2)
+    if sum(map(bool, (arguments.engine_only, arguments.ranks, arguments.overhead))) > 1:
+        raise CommandError(
+            "--engine-only, --ranks N or --overhead: measure one of them", exit_code=2
+        )
+    if arguments.overhead:
+        from cluster.overhead import bench_overhead
+
+        return bench_overhead(arguments)
     if arguments.ranks:
         from cluster.rank_bench import bench_ranks  # imports Ray
 

@@ -125,8 +125,7 @@ class Supervisor:
 
     @property
     def _policy(self) -> PolicyConfig:
-        order = self._book.order
-        return self._book.assignment.config.policy if order is None else order.policy
+        return (self._book.order or self._book.assignment.config).policy
 
     async def _command(self, policy: PolicyConfig) -> dict[str, Any]:
         order = self._book.command(policy)

@@ -72,9 +72,14 @@ def run(
     }
 
 
-def decode_step_s(engine: TorchTargetEngine, num_requests: int, steps: int = BENCH_STEPS) -> float:
-    """Median seconds of a whole step of `num_requests` greedy requests, one token each."""
-    rows = prefilled(engine, num_requests, BENCH_CONTEXT, steps + 4)
+def decode_step_s(
+    engine: TorchTargetEngine,
+    num_requests: int,
+    steps: int = BENCH_STEPS,
+    context: int = BENCH_CONTEXT,
+) -> float:
+    """Median seconds of a whole step of `num_requests` greedy requests, one token each, after `context` tokens."""
+    rows = prefilled(engine, num_requests, context, steps + 4)
     step = dict.fromkeys(range(num_requests), 1)
     plans = [rows.plan(step) for _ in range(steps + 4)]
     return statistics.median([_timed(partial(rows.engine.step, plan)) for plan in plans][4:])

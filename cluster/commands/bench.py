@@ -6,7 +6,7 @@ import argparse
 
 
 def add_options(bench: argparse.ArgumentParser) -> None:
-    """The frontier by default; `--engine-only` and `--ranks` measure something else."""
+    """The frontier by default; `--engine-only`, `--ranks` and `--overhead` measure something else."""
     bench.description = (
         "Measure the serving frontier: tokens/s of a user against tokens/s of the node, for every policy under the "
         "same load. With --engine-only the target alone, with --ranks budgets under uneven load."
@@ -20,6 +20,10 @@ def add_options(bench: argparse.ArgumentParser) -> None:
     other.add_argument(
         "--engine-only", action="store_true", help="the target alone, in this process"
     )
+    other.add_argument(
+        "--overhead", action="store_true", help="HTTP, Serve and actors against the bare engine"
+    )
+    other.add_argument("--streams", type=int, default=32, help="of --overhead (default 32)")
     other.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
     other.add_argument("--ranks", type=int, default=0, help="budgets of so many uneven ranks")
     other.add_argument("--crowd", type=int, default=8, help="chats on one rank (default 8)")

@@ -107,7 +107,7 @@ class Drill:
         ):
             slow.limit_cpu(slow_host.CORES)
             there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-            values = slow_host.settings(there["ingress"])
+            values = slow_host.settings(self.arguments.bundled, there["ingress"])
             self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
             deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
             self.endpoint = deployed["endpoint"]

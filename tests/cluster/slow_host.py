@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from cluster.model_files import BUNDLED
 from tests.cluster.operator_machine import Operator
 from tests.cluster.steps import say
 from tests.cluster.streams import Load
@@ -30,10 +31,17 @@ _SAMPLE = re.compile(r"^dspark:(rounds|scheduled_tokens)_total\{(.*)\} (\S+)$", 
 _RANK = re.compile(r'rank="([^"]+)"')
 
 
-def settings(ingress: dict[str, Any]) -> dict[str, Any]:
-    """The bundled model on three ranks of their own, one a host."""
+def settings(model: str, ingress: dict[str, Any]) -> dict[str, Any]:
+    """The bundled model, which lies in the folder `model`, on three ranks of their own, one a host."""
     return {
-        "model": {"name": "drill", "dtype": "float32", "device": "cpu", "max_model_len": 512},
+        "model": {
+            "path": model,
+            "drafter": str(BUNDLED / "smollm2-135m" / "drafter"),
+            "name": "drill",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_model_len": 512,
+        },
         "target": {
             "num_ranks": 3,
             "num_cpus": 1,
