@@ -140,11 +140,10 @@ def _add_many_machines(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """What changes a cluster while it serves."""
-    where = "cluster.commands.rollout"
     rollout = _add(
         commands,
         "rollout",
-        f"{where}:rollout",
+        "cluster.commands.rollout:rollout",
         "change settings or drafter weights member by member, without a failed stream",
     )
     _add_cluster(rollout)
@@ -153,7 +152,7 @@ def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ("drain", "send no new streams to a rank"),
         ("undrain", "send streams to a drained rank again"),
     ):
-        command = _add(commands, name, f"{where}:{name}", summary)
+        command = _add(commands, name, f"cluster.commands.drain:{name}", summary)
         command.add_argument("member", help="name of the rank, such as target-1")
         _add_cluster(command)
 

@@ -24,7 +24,7 @@ from configs.schema import ClusterConfig
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0  # for an orderly end of a process, before it is ended
-LOOK_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 2.0
 
 Ask = Callable[..., Awaitable[Any]]
 
@@ -85,15 +85,16 @@ class RolloutDesk:
             FixedSettingError: a setting cannot be rolled out; nothing was changed.
             NobodyLeftError: nobody would serve meanwhile.
         """
-        if self._rollout is not None and self._rollout.outcome == "running":
+        if self._rollout is not None and self._rollout.is_running:
             raise RolloutError(
                 "a rollout is under way; wait for its end, or stop it with Ctrl-C there"
             )
         assignment = self._book.assignment
         for config in assignment.revisions.values():
             require_rollable(config, wish.config)
-        due = [(m.name, m.role) for m in self._book.members.values() if self._is_due(m, wish)]
-        units = units_of([(name, role) for name, role in due if role != "allocator"], self._groups)
+        due = [m for m in self._book.members.values() if self._is_due(m, wish)]
+        drafters = [m.name for m in due if m.role == "drafter"]
+        units = units_of(drafters, [m.name for m in due if m.role == "target"], self._groups)
         open_ranks = {m.name for m in self._ranks if not self._book.is_drained(m.name)}
         require_somebody_left(units, open_ranks, wish.bounds)
         assignment, self._number = assignment.propose(wish.config)
@@ -144,14 +145,14 @@ class RolloutDesk:
     async def advance(self) -> None:
         """Look, decide, do."""
         rollout = self._rollout
-        if rollout is None or rollout.outcome != "running":
+        if rollout is None or not rollout.is_running:
             return
         sights = await self._look(rollout)
         for action in rollout.advance(sights, time.monotonic()):
             await self._perform(rollout, action)
         if rollout.outcome == "done":
             await self._settle(self._book.assignment.revisions[self._number])
-        elif rollout.outcome != "running":
+        elif not rollout.is_running:
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:

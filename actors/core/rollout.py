@@ -101,7 +101,7 @@ class Rollout:
 
     def advance(self, sights: Mapping[str, Sight], now: float) -> list[Action]:
         """What to do now. `sights`: of every drafter and rank."""
-        if self.outcome != "running":
+        if not self.is_running:
             return []
         step = self.steps[self._at]
         mine = {name: sights[name] for name in step.unit.members}
@@ -117,6 +117,10 @@ class Rollout:
                 return self._rejoin(step, mine, now)
             case _:
                 return self._roll_back(step, mine, now)
+
+    @property
+    def is_running(self) -> bool:
+        return self.outcome == "running"
 
     def moved(self, num_streams: int) -> None:
         """So many streams of the present unit were sent elsewhere."""

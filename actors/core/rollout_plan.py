@@ -32,13 +32,12 @@ class NobodyLeftError(ValueError):
 
 
 def units_of(
-    names: Iterable[tuple[str, Role]], groups: Sequence[tuple[str, ...]]
+    drafters: Iterable[str], ranks: Iterable[str], groups: Sequence[tuple[str, ...]]
 ) -> tuple[Unit, ...]:
     """Members in the order of their turns: drafters first, then ranks; of a group all or none."""
-    named = list(names)
-    units = [Unit((name,), "drafter") for name, role in named if role == "drafter"]
+    units = [Unit((name,), "drafter") for name in drafters]
     taken: set[str] = set()
-    for name in (name for name, role in named if role == "target"):
+    for name in ranks:
         if name not in taken:
             members = next((group for group in groups if name in group), (name,))
             taken |= {*members}

@@ -1,17 +1,15 @@
-"""`dspark rollout`, `drain` and `undrain`: change a cluster while it serves."""
+"""`dspark rollout`: change a cluster while it serves."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.client import EndpointClient
-from cluster.commands import remote
-from cluster.commands.control import require_running
+from cluster.commands import reach, remote
 from cluster.commands.signals import interruptible
 from cluster.console import CommandError, emit_json, note, say, table
 from cluster.launcher_file import LauncherFile
@@ -21,7 +19,6 @@ from configs.load import load
 from configs.schema import ClusterConfig
 
 POLL_INTERVAL_S = 0.5
-ASK_TIMEOUT_S = 60.0
 LOST_AFTER_S = 60.0  # a supervisor that starts again answers before that
 DRAFTER_SETTINGS = {"model.drafter", "drafter.gamma", "drafter.draft_top_k"}
 COLUMNS = ("members", "role", "outcome", "seconds", "moved")
@@ -70,75 +67,12 @@ def rollout(arguments: argparse.Namespace) -> int:
     if arguments.cluster and remote.is_launcher_file(arguments.cluster):
         report = _from_afar(LauncherFile.read(arguments.cluster), arguments)
     else:
-        report = _at(arguments, lambda found: _roll(found, arguments))
+        report = reach.at(arguments, lambda found: _roll(found, arguments))
     if arguments.json:
         emit_json(report)
     else:
         say(_describe(report))
     return 0 if report["outcome"] == "done" else 1
-
-
-def drain(arguments: argparse.Namespace) -> int:
-    """Send nothing new to a rank."""
-    return _drain(arguments, is_drained=True)
-
-
-def undrain(arguments: argparse.Namespace) -> int:
-    """Send streams there again."""
-    return _drain(arguments, is_drained=False)
-
-
-def _drain(arguments: argparse.Namespace, *, is_drained: bool) -> int:
-    word = "drain" if is_drained else "undrain"
-    if arguments.cluster and remote.is_launcher_file(arguments.cluster):
-        file = LauncherFile.read(arguments.cluster)
-        report = file.on_head(word, arguments.member, "--cluster", "auto")
-    else:
-        report = _at(
-            arguments,
-            lambda found: {"members": _ask(found, "drain", arguments.member, is_drained)},
-        )
-    if arguments.json:
-        emit_json(report)
-    else:
-        what = "take no new streams" if is_drained else "take streams again"
-        say(f"{' and '.join(report['members'])}: {what}")
-    return 0
-
-
-# --- on a Ray that this machine is part of ----------------------------------------------------------------------------
-
-
-def _at(arguments: argparse.Namespace, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` makes of the deployment of --cluster, or of the one that `dspark serve` runs here."""
-    address = arguments.cluster or require_running(arguments.state).ray_address
-    if not address:
-        raise CommandError("the cluster is still starting; wait until `dspark status` says ready")
-
-    def here(address: str) -> dict[str, Any]:
-        with remote.joined(address) as found:
-            if found is None:
-                raise CommandError(f"{address}: nothing is deployed there")
-            return work(found)
-
-    return remote.here_quietly(address, here)
-
-
-def _ask(found: Any, method: str, *arguments: Any) -> Any:
-    """An answer of the supervisor; what it refuses becomes our own error."""
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        return ray.get(getattr(found.supervisor, method).remote(*arguments), timeout=ASK_TIMEOUT_S)
-    except RayTaskError as error:
-        raise CommandError(str(error.cause)) from error
-    except RayError as error:
-        raise SupervisorAwayError(f"the supervisor does not answer: {error}") from error
-
-
-class SupervisorAwayError(CommandError):
-    """It may be starting again."""
 
 
 def wanted_settings(running: dict[str, Any], arguments: argparse.Namespace) -> ClusterConfig:
@@ -170,7 +104,7 @@ def _roll(found: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     from cluster.parts import DrafterMisfitError
     from cluster.rollout import Wish
 
-    running = _ask(found, "settings")
+    running = reach.ask(found, "settings")
     wanted = wanted_settings(running, arguments)
     parts, deployment = found.members.parts, found.deployment
     taps = None
@@ -192,7 +126,7 @@ def _roll(found: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     counted = FailedStreams(deployment.endpoint)
     started = time.monotonic()
-    progress = _ask(found, "rollout", Wish(wanted, taps, bounds))
+    progress = reach.ask(found, "rollout", Wish(wanted, taps, bounds))
     progress = _watch(found, progress)
     return _report(progress, counted.since(), time.monotonic() - started)
 
@@ -213,14 +147,14 @@ def _watch(found: Any, progress: dict[str, Any]) -> dict[str, Any]:
                 return progress
             try:
                 time.sleep(POLL_INTERVAL_S)
-                progress = _ask(found, "rollout_progress")
+                progress = reach.ask(found, "rollout_progress")
                 heard_at = time.monotonic()
-            except SupervisorAwayError:
+            except reach.SupervisorAwayError:
                 if time.monotonic() - heard_at > LOST_AFTER_S:
                     raise
             except KeyboardInterrupt:
                 note("stopping after the member whose turn it is")
-                _ask(found, "stop_rollout")
+                reach.ask(found, "stop_rollout")
 
 
 def _show(progress: dict[str, Any], shown: dict[str, str]) -> None:

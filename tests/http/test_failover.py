@@ -214,6 +214,26 @@ async def test_a_rank_that_always_fails_does_not_keep_the_client_for_ever(launch
         reader = await Reader().read(server)
         assert reader.error is not None and reader.error["code"] == "stream_lost"
         assert len(rank.admitted) == 4
+        await server.until(lambda: server.dispatcher.counters.num_failed == 1)
+
+
+async def test_a_stream_that_draining_ranks_pass_on_again_and_again_is_nobodys_failure(launch):
+    async with launch(max_fruitless_replays=1) as server:
+        rank = server.ranks[0]
+        rank.num_tokens_before_pause = 0
+        reading = asyncio.create_task(Reader().read(server))
+        for generation in range(4):
+            await server.until(
+                lambda number=generation: (
+                    [r[0].generation for r in rank._running.values()] == [number]
+                )
+            )
+            ((request, *_),) = rank._running.values()
+            rank._running.clear()
+            rank.say(request, TokenDelta(request.request_id, generation, 0, (), "abort"))
+        rank.num_tokens_before_pause = None
+        assert (await reading).is_whole
+        assert server.dispatcher.counters.num_failed == 0
 
 
 async def test_shutting_down_ends_streams_with_an_error_event_and_takes_nothing_new(launch):

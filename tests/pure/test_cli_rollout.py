@@ -15,7 +15,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.client import EndpointClient
-from cluster.commands import remote, rollout
+from cluster.commands import reach, remote, rollout
 from cluster.console import CommandError
 from cluster.launcher_file import LauncherFile
 from cluster.parts import DrafterCheck, DrafterMisfitError
@@ -97,7 +97,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Deployed:
     transport = httpx.MockTransport(metrics)
     monkeypatch.setattr(rollout, "EndpointClient", partial(EndpointClient, transport=transport))
     monkeypatch.setattr(remote, "joined", joined)
-    monkeypatch.setattr(rollout, "_ask", stand_in.ask)
+    monkeypatch.setattr(reach, "ask", stand_in.ask)
     monkeypatch.setattr(rollout, "POLL_INTERVAL_S", 0.0)
     return stand_in
 
@@ -189,7 +189,7 @@ def test_a_rollout_that_fails_says_why_and_how_many_streams_it_cost(
         cluster.num_failed += method == "rollout_progress"
         return ask(found, method, *arguments)
 
-    monkeypatch.setattr(rollout, "_ask", failing)
+    monkeypatch.setattr(reach, "ask", failing)
     assert run("rollout", "--set", "target.max_running=7") == 1
     printed = capsys.readouterr().out
     assert "MemoryError" in printed and "rolled back" in printed and "failed 2" in printed
@@ -216,7 +216,7 @@ def test_ctrl_c_lets_the_member_whose_turn_it_is_end_its_turn(cluster: Deployed)
 def test_a_supervisor_that_is_away_for_a_moment_is_waited_for_and_not_for_ever(
     cluster: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    away = rollout.SupervisorAwayError("the supervisor does not answer")
+    away = reach.SupervisorAwayError("the supervisor does not answer")
     cluster.ends = [away, away, over()]
     assert run("rollout", "--set", "target.max_running=7") == 0
     cluster.ends = [away]

@@ -1,4 +1,4 @@
-"""A rank is ready when it has served a token, and idle when everything is back."""
+"""A rank is ready when it has served a token, idle when everything is back, and gives up its requests cleanly."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pytest
 from actors.core.idle_checks import IdleChecks
 from actors.core.messages import Endpoint, TokenDelta, TokenDeltas
 from actors.core.proof import PROOF_ID, ProofError, proof_request, require_token
-from tests.pure.rank_harness import Session, make_rank
-from tests.pure.scripted_drafter import RANK
+from tests.pure.rank_harness import Session, admitted, make_rank
+from tests.pure.scripted_drafter import INGRESS, RANK
+
+PROMPT = [3, 1, 4, 1, 5]
 
 
 def answer(*tokens: int, reason: str = "length", error: str = "") -> TokenDeltas:
@@ -56,3 +58,26 @@ def test_an_idle_rank_is_checked_once_after_it_was_busy() -> None:
     lease.release()
     checks.note_step()
     assert checks.look(rank) == () and checks.problems == () and checks.num_problems == 1
+
+
+def test_requests_that_are_given_up_leave_nothing_and_go_on_elsewhere_from_their_last_token() -> (
+    None
+):
+    session = Session(make_rank())
+    for name in "abc":
+        session.submit(admitted(name, PROMPT, 40))
+    for _ in range(4):
+        session.step()
+    held = {name: list(session.streams[name].tokens) for name in "abc"}
+    ((ingress, message),) = [
+        sent for sent in session.rank.give_up("drained") if isinstance(sent[1], TokenDeltas)
+    ]
+    assert ingress == INGRESS and isinstance(message, TokenDeltas)
+    assert {d.request_id: d.first_index for d in message.deltas} == {
+        name: len(tokens) for name, tokens in held.items()
+    }
+    assert {(d.finish_reason, d.error, d.token_ids) for d in message.deltas} == {
+        ("abort", "drained", ())
+    }
+    assert session.rank.is_idle and session.rank.check_idle() == []
+    assert session.rank.give_up("drained") == []

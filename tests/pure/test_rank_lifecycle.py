@@ -278,26 +278,3 @@ def test_the_integrity_check_names_what_is_left_behind() -> None:
     assert "leases are open" in problems[0]
     assert "bound to drafter-0" in problems[4]
     assert np.array_equal(lease.blocks, [0])
-
-
-def test_requests_that_are_given_up_leave_nothing_and_go_on_elsewhere_from_their_last_token() -> (
-    None
-):
-    session = Session(make_rank())
-    for name in "abc":
-        session.submit(admitted(name, PROMPT, 40))
-    for _ in range(4):
-        session.step()
-    held = {name: list(session.streams[name].tokens) for name in "abc"}
-    ((ingress, message),) = [
-        sent for sent in session.rank.give_up("drained") if isinstance(sent[1], TokenDeltas)
-    ]
-    assert ingress == INGRESS and isinstance(message, TokenDeltas)
-    assert {d.request_id: d.first_index for d in message.deltas} == {
-        name: len(tokens) for name, tokens in held.items()
-    }
-    assert {(d.finish_reason, d.error, d.token_ids) for d in message.deltas} == {
-        ("abort", "drained", ())
-    }
-    assert session.rank.is_idle and session.rank.check_idle() == []
-    assert session.rank.give_up("drained") == []

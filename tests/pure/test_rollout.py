@@ -77,10 +77,10 @@ class Cluster:
 
 
 def test_drafters_go_first_then_ranks_and_of_a_group_all() -> None:
-    named = [("target-0", "target"), ("drafter-0", "drafter"), ("target-1", "target")]
-    assert units_of(named, ()) == (D0, T0, T1)  # type: ignore[arg-type]
-    assert units_of(named, (("target-0", "target-1"),)) == (D0, GROUP)  # type: ignore[arg-type]
-    assert units_of([("target-1", "target")], (("target-0", "target-1"),)) == (GROUP,)
+    ranks = ("target-0", "target-1")
+    assert units_of(["drafter-0"], ranks, ()) == (D0, T0, T1)
+    assert units_of(["drafter-0"], ranks, (ranks,)) == (D0, GROUP)
+    assert units_of([], ["target-1"], (ranks,)) == (GROUP,)
 
 
 def test_nothing_to_restart_is_done_at_once() -> None:
