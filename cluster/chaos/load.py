@@ -143,8 +143,10 @@ class Load:
             self._users.append(asyncio.create_task(user))
 
     async def crowd(self, count: int, rng: random.Random) -> None:
-        """So many more streams, once; returns when they are over."""
-        await asyncio.gather(*(self._ask(rng.choice(self.requests)) for _ in range(count)))
+        """So many more long streams, once; returns when they are over."""
+        longest = sorted(self.requests, key=lambda request: -request.max_tokens)
+        asked = longest[: (len(longest) + 1) // 2]
+        await asyncio.gather(*(self._ask(rng.choice(asked)) for _ in range(count)))
 
     def hang_up(self, rng: random.Random) -> list[str]:
         """Half of the open streams are left by their clients; returns their names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ DEFAULT_OUT = Path("~/.cache/dspark-cluster/chaos")
 # What a laptop holds twice, and a cache that the streams outgrow; `--set` changes them.
 SMALL = (
     "target.num_ranks=2",
-    "target.kv_cache_tokens=2048",
+    "target.kv_cache_tokens=1536",
     "target.collective_timeout_s=8",
     "drafter.num_actors=2",
     "model.max_model_len=256",
@@ -114,6 +115,8 @@ def _storm(
 
     if config.model.drafter is None and (idle := [k for k in kinds if "drafter" in k]):
         raise CommandError(f"model.drafter is null: leave {', '.join(idle)} out of --kinds")
+    # What Ray prints about processes that were killed is no news here.
+    logging.getLogger("cluster.ray_session").setLevel(logging.ERROR)
     weather = Weather(
         tuple(kinds),
         arguments.kills,
