@@ -28,7 +28,7 @@ SMALL = (
     "ingress.replay_timeout_s=180",
 )
 # Without these there is nothing to compare, or nobody to disturb.
-NEEDED = ("link.drills=true", "model.numerics=reproducible")
+NEEDED = ("link.drills=true", "model.numerics=reproducible", "ingress.api_keys=[]")
 
 
 def add_options(chaos: argparse.ArgumentParser) -> None:
@@ -110,6 +110,7 @@ def _storm(
     path: Path,
     progress: Callable[[], object],
 ) -> None:
+    from cluster.chaos.load import UndisturbedError
     from cluster.chaos.storm import Weather, storm  # imports Ray
     from cluster.commands.local import launched_cluster
 
@@ -127,17 +128,12 @@ def _storm(
     )
     faults = plan(kinds, arguments.kills, arguments.seed)
     with launched_cluster(config) as cluster, path.open("w", encoding="utf-8") as file:
-        asyncio.run(
-            storm(
-                cluster.endpoint_url,
-                config.model.name,
-                weather,
-                faults,
-                config.model_dump(mode="json"),
-                file,
-                progress,
-            )
-        )
+        settings = config.model_dump(mode="json")
+        served = (cluster.endpoint_url, config.model.name)
+        try:
+            asyncio.run(storm(*served, weather, faults, settings, file, progress))
+        except UndisturbedError as error:
+            raise CommandError(str(error)) from error
 
 
 def _count(word: str) -> int:
