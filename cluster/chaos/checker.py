@@ -34,10 +34,6 @@ class _Stream:
     def ended_s(self) -> float:
         return float("inf") if self.end is None else float(self.end["at_s"])
 
-    def pause_s(self, since_s: float) -> float | None:
-        """How long it went without a token from then on; None when it never got another."""
-        return next((at - since_s for at in self.arrivals_s if at >= since_s), None)
-
 
 @dataclass
 class _FaultSpan:
@@ -238,14 +234,22 @@ class _Reading:
                 self._problem(f"fault {span.number} ({span.kind}): never recovered")
         if span.recovered_s is not None:
             tally.recovery_s.append(span.recovered_s - span.begins_s)
-        pauses_s = [
-            pause_s
+        since_s = span.begins_s
+        waiting = {
+            stream.chain
             for stream in self._streams.values()
-            if stream.opened_s <= span.begins_s < stream.ended_s and stream.token_ids
-            if (pause_s := stream.pause_s(span.begins_s)) is not None
-        ]
-        if pauses_s:
-            tally.pause_s.append(max(pauses_s))
+            if stream.opened_s <= since_s < stream.ended_s and stream.arrivals_s[:1] <= [since_s]
+        }
+        # A client that retries waits until its next stream brings a token.
+        next_s: dict[str, float] = {}
+        for stream in self._streams.values():
+            if stream.chain in waiting:
+                for at_s in stream.arrivals_s:
+                    if at_s >= since_s:
+                        next_s[stream.chain] = min(at_s, next_s.get(stream.chain, at_s))
+                        break
+        if next_s:
+            tally.pause_s.append(max(next_s.values()) - since_s)
 
     def _ingress_was_down(self, stream: _Stream) -> bool:
         return any(

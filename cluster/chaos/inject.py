@@ -27,6 +27,7 @@ CHECK_EVERY_S = 0.1
 CONTROL_S = 10.0
 LONGEST_PAUSE_S, LONGEST_DISTURBANCE_S, LONGEST_JUMP_S = 8.0, 5.0, 7200.0
 DROPPED, REPEATED, LATE, LATEST_S = 0.05, 0.05, 0.2, 0.5
+_CLIENTS: dict[Action, str] = {"crowd": "more clients", "leave": "the clients"}
 
 
 class Injector:
@@ -53,7 +54,7 @@ class Injector:
         """Whom a fault of that kind could hit now."""
         about = KINDS[kind]
         if not about.roles:
-            found = ["the clients"]
+            found = [_CLIENTS[about.action]]
         else:
             ready = [name for role in about.roles for name in self._view.ready(role)]
             found = [name for name in ready if self._view.processes(name)]
@@ -77,7 +78,7 @@ class Injector:
             self._history.note("recovered", fault=fault.number)
 
     async def _recover(self, victim: str, old_pids: set[int]) -> str:
-        if victim == "the clients":
+        if victim in _CLIENTS.values():
             return ""
         since = time.monotonic()
         while not await self._view.is_well(victim, since, old_pids):
@@ -125,7 +126,11 @@ class Injector:
         return set()
 
     async def _crowd_in(self, fault: Fault, _: str) -> set[int]:
+        before = await self._view.totals("num_preempted")
         await self._load.crowd(self._crowd, random.Random(fault.number))
+        after = await self._view.totals("num_preempted")
+        # A rank that started anew in between has begun to count anew.
+        self.effects["preempted"] += max(0, after["num_preempted"] - before["num_preempted"])
         return set()
 
     async def _leave(self, fault: Fault, _: str) -> set[int]:

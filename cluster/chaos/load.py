@@ -32,6 +32,10 @@ LEARN_AT_ONCE = 4
 _RETRIED = ("refused", "broken", "status")
 
 
+class UndisturbedError(RuntimeError):
+    """Before the storm has begun, a stream does not end as it should."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One of the requests that clients send again and again; seeded, or greedy without a seed."""
@@ -122,7 +126,7 @@ class Load:
         """What an undisturbed cluster answers, without speculation.
 
         Raises:
-            RuntimeError: it does not answer.
+            UndisturbedError: it does not answer as it should.
         """
         gate = asyncio.Semaphore(LEARN_AT_ONCE)
 
@@ -131,7 +135,9 @@ class Load:
             async with gate:
                 end = await self._read(request, token_ids, dspark={"speculation": False})
             if end["how"] != "complete" or len(token_ids) != request.max_tokens:
-                raise RuntimeError(f"an undisturbed stream ended {end} after {len(token_ids)}")
+                raise UndisturbedError(
+                    f"an undisturbed stream ended {end} after {len(token_ids)} tokens"
+                )
             self.history.note("expected", request=request.number, token_ids=token_ids)
 
         await asyncio.gather(*map(learn_one, self.requests))
@@ -143,8 +149,10 @@ class Load:
             self._users.append(asyncio.create_task(user))
 
     async def crowd(self, count: int, rng: random.Random) -> None:
-        """So many more streams, once; returns when they are over."""
-        await asyncio.gather(*(self._ask(rng.choice(self.requests)) for _ in range(count)))
+        """So many more long streams, once; returns when they are over."""
+        longest = sorted(self.requests, key=lambda request: -request.max_tokens)
+        asked = longest[: (len(longest) + 1) // 2]
+        await asyncio.gather(*(self._ask(rng.choice(asked)) for _ in range(count)))
 
     def hang_up(self, rng: random.Random) -> list[str]:
         """Half of the open streams are left by their clients; returns their names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +21,14 @@ DEFAULT_OUT = Path("~/.cache/dspark-cluster/chaos")
 # What a laptop holds twice, and a cache that the streams outgrow; `--set` changes them.
 SMALL = (
     "target.num_ranks=2",
-    "target.kv_cache_tokens=2048",
+    "target.kv_cache_tokens=1536",
     "target.collective_timeout_s=8",
     "drafter.num_actors=2",
     "model.max_model_len=256",
     "ingress.replay_timeout_s=180",
 )
 # Without these there is nothing to compare, or nobody to disturb.
-NEEDED = ("link.drills=true", "model.numerics=reproducible")
+NEEDED = ("link.drills=true", "model.numerics=reproducible", "ingress.api_keys=[]")
 
 
 def add_options(chaos: argparse.ArgumentParser) -> None:
@@ -109,11 +110,14 @@ def _storm(
     path: Path,
     progress: Callable[[], object],
 ) -> None:
+    from cluster.chaos.load import UndisturbedError
     from cluster.chaos.storm import Weather, storm  # imports Ray
     from cluster.commands.local import launched_cluster
 
     if config.model.drafter is None and (idle := [k for k in kinds if "drafter" in k]):
         raise CommandError(f"model.drafter is null: leave {', '.join(idle)} out of --kinds")
+    # What Ray prints about processes that were killed is no news here.
+    logging.getLogger("cluster.ray_session").setLevel(logging.ERROR)
     weather = Weather(
         tuple(kinds),
         arguments.kills,
@@ -124,17 +128,12 @@ def _storm(
     )
     faults = plan(kinds, arguments.kills, arguments.seed)
     with launched_cluster(config) as cluster, path.open("w", encoding="utf-8") as file:
-        asyncio.run(
-            storm(
-                cluster.endpoint_url,
-                config.model.name,
-                weather,
-                faults,
-                config.model_dump(mode="json"),
-                file,
-                progress,
-            )
-        )
+        settings = config.model_dump(mode="json")
+        served = (cluster.endpoint_url, config.model.name)
+        try:
+            asyncio.run(storm(*served, weather, faults, settings, file, progress))
+        except UndisturbedError as error:
+            raise CommandError(str(error)) from error
 
 
 def _count(word: str) -> int:

@@ -21,7 +21,12 @@ IDLE_RANK: dict[str, Any] = {
 
 
 def test_members_at_rest_hold_nothing() -> None:
-    assert held_by(IDLE_RANK) == held_by({"open_requests": 0}) == held_by({"num_budgets": 7}) == []
+    assert (
+        held_by(IDLE_RANK)
+        == held_by({"open_requests": 0, "num_blocks": 255})
+        == held_by({"num_budgets": 7})
+        == []
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from cluster.chaos import load as load_module
 from cluster.chaos.checker import check
 from cluster.chaos.history import Event, History
-from cluster.chaos.load import Load, Request
+from cluster.chaos.load import Load, Request, UndisturbedError
 
 TOKENS = [4, 5, 6, 7]
 REQUEST = Request(0, "hello", len(TOKENS), seed=None)
@@ -136,5 +136,5 @@ async def test_a_cluster_that_is_broken_before_the_storm_is_found_out() -> None:
     history = History(io.StringIO(), itertools.count().__next__)
     transport = httpx.MockTransport(lambda _request: refusing(500, "oh")())
     load = Load("http://x/v1", "m", [REQUEST], history, 0, transport)
-    with pytest.raises(RuntimeError, match="an undisturbed stream ended"):
+    with pytest.raises(UndisturbedError, match="an undisturbed stream ended"):
         await load.learn()

@@ -67,7 +67,7 @@ def test_a_silent_cluster_is_starting_and_has_endpoints_nobody_can_use() -> None
 
 def test_a_book_that_starts_below_its_predecessor_goes_on_above_it() -> None:
     """The clock was set back, or the predecessor had published more versions than it lived seconds."""
-    book = RouteBook(MEMBERS, first_version=100)
+    book = RouteBook(MEMBERS, 100, FIRST)
     book.hear(describe("target-0", peers_version=500))
     assert book.version > 500
     assert [member.name for member in book.behind()] == ["target-0"]
