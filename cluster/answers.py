@@ -12,7 +12,7 @@ from actors.core.logit_rules import TokenLogprobs
 from actors.core.messages import FinishReason
 from cluster.dispatcher import Dispatcher
 from cluster.jobs import Job
-from cluster.live_stream import LiveStream, StreamError
+from cluster.live_stream import LiveStream
 from cluster.request_trace import Outcome, RequestTrace
 from cluster.streams import Origin, SpeculationCounts
 from cluster.telemetry import FrontMetrics
@@ -199,14 +199,14 @@ async def merged_pieces(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, 
             async for piece in pieces:
                 yield 0, piece
         return
-    queue: asyncio.Queue[tuple[int, Piece | StreamError]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     async def pump(index: int, answer: Answer) -> None:
         try:
             async with aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:
                     queue.put_nowait((index, piece))
-        except StreamError as error:
+        except Exception as error:  # whatever it is, the reader must not wait for this answer
             queue.put_nowait((index, error))
 
     tasks = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
@@ -214,7 +214,7 @@ async def merged_pieces(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, 
     try:
         while num_running:
             index, item = await queue.get()
-            if isinstance(item, StreamError):
+            if isinstance(item, Exception):
                 raise item
             num_running -= item.finish_reason is not None
             yield index, item

@@ -167,6 +167,8 @@ def _front(page: Page, name: str, front: dict[str, Any], model: str) -> None:
         page.counter("dspark:responses", "Answers.", count, ingress=name, status=str(status))
     gone = front["num_disconnected"]
     page.counter("dspark:disconnects", "Clients that left before an answer.", gone, ingress=name)
+    unread = front["num_ignored_fields"]
+    page.counter("dspark:ignored_fields", "Unknown fields of requests.", unread, ingress=name)
     for key, count in sorted(front["keys"].items()):
         text = "Requests by the name of their key."
         page.counter("dspark:key_requests", text, count, ingress=name, key=key)

@@ -110,6 +110,7 @@ class Front:
         account = self.authorise(request)
         account.take_request(time.monotonic())
         parsed = parse_request(schema, await self._body(request))
+        self.metrics.num_ignored_fields += len(parsed.model_extra or ())
         envelope = self._envelope(kind, parsed)
         parent = request.headers.get("traceparent")
         trace = RequestTrace.begin(self.model.name, envelope.response_id, parsed, parent)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from cluster.api_errors import ApiError, bad_request, shown
-from cluster.openai_api import ChatRequest, CompletionRequest, GenerationRequest
-from cluster.openai_schema import Schema
+from cluster.openai_api import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from cluster.openai_schema import Schema, read_json
 from cluster.tools import NamedChoice
 
 # --- features that would change the output and that we do not have ----------------------------------------------------
@@ -81,8 +85,8 @@ def parse_request(kind: type[SchemaT], body: bytes) -> SchemaT:
         ApiError: 400 naming the first bad field, its value and the remedy.
     """
     try:
-        content = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        content = read_json(body)
+    except ValueError as error:
         raise ApiError(
             400, f"the body is not JSON ({error}); send one JSON object", code="invalid_json"
         ) from error
@@ -93,8 +97,9 @@ def parse_request(kind: type[SchemaT], body: bytes) -> SchemaT:
     except ValidationError as error:
         raise _first_problem(error) from error
     refuse_unsupported(request.model_extra)
-    for index, message in enumerate(getattr(request, "messages", None) or ()):
-        refuse_unsupported(message.model_extra, f"messages[{index}].")
+    if isinstance(request, ChatRequest | TokenizeRequest):  # elsewhere, messages is any other word
+        for index, message in enumerate(request.messages or ()):
+            refuse_unsupported(message.model_extra, f"messages[{index}].")
     if isinstance(request, GenerationRequest):
         _check_together(request)
     return request
@@ -143,10 +148,6 @@ def _check_tools(request: ChatRequest) -> None:
         raise bad_request(
             "tool_choice", "…", "a call has its own format; leave response_format out"
         )
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _first_problem(error: ValidationError) -> ApiError:

@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_NESTING = 100  # levels of a body; what reads or writes it again may take several calls a level
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or is nested too deeply.
+    """
+    try:
+        content = json.loads(text, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    level, depth = [content], 0
+    while level := [node for node in level if isinstance(node, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise ValueError(_TOO_DEEP)
+        level = [
+            child for node in level for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return content
+
+
+_TOO_DEEP = f"nested more than {MAX_NESTING} levels deep"
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class Schema(BaseModel):

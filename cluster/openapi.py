@@ -26,6 +26,7 @@ ERRORS = {
     "422": "A schema, expression or grammar that cannot be followed.",
     "429": "Too many requests, or every rank is full; Retry-After says when to come back.",
     "503": "No rank is ready; Retry-After says when to come back.",
+    "504": "Longer than ingress.request_timeout_s.",
 }
 
 

@@ -12,6 +12,7 @@ from cluster.structured_output import grammar_of
 from cluster.text import TextCodec
 
 MAX_BIASES = 1024  # OpenAI's own is 300
+MAX_ID_DIGITS = 20
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -85,7 +86,8 @@ def _biases(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, flo
         raise bad_request("logit_bias", len(given), f"give at most {MAX_BIASES} tokens")
     biases = {}
     for key, bias in given.items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+        is_short = len(key) <= MAX_ID_DIGITS  # Python refuses to read thousands of digits
+        if not (is_short and key.isascii() and key.isdigit() and int(key) < vocab_size):
             raise bad_request(
                 "logit_bias", key, f"keys are token ids, as strings from 0 to {vocab_size - 1}"
             )

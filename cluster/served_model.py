@@ -53,9 +53,16 @@ class Access:
         """
         if origin is None or origin in self.cors_origins or "*" in self.cors_origins:
             return
-        if urlsplit(origin).netloc != host:
+        if _netloc(origin) != host:
             raise ApiError(
                 403,
                 f"pages of {origin} may not call this endpoint; its operator can name them in ingress.cors_origins",
                 code="origin_not_allowed",
             )
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None  # no browser sends it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from llguidance import LLMatcher
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from actors.engine.grammars import limits
 from cluster.api_errors import ApiError, bad_request
-from cluster.openai_schema import Schema, Text
+from cluster.openai_schema import Schema, Text, read_json
 
 MAX_GRAMMAR_BYTES = 256 * 2**10
 # One space, or a new line with its indentation: a model that may write any space writes spaces for ever.
@@ -33,7 +34,7 @@ class ResponseFormat(Schema):
 
 def _schema_of_text(value: object) -> object:
     # vLLM's clients send a schema as text, too.
-    return json.loads(value) if isinstance(value, str) else value
+    return read_json(value) if isinstance(value, str) else value
 
 
 class StructuredOutputs(Schema):
@@ -58,13 +59,12 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
     if outputs is not None:
         if format_ is not None and format_.type != "text":
             raise bad_request("structured_outputs", "…", "leave it or response_format out")
-        grammar = _of_outputs(outputs)
-        (name,) = outputs.model_dump(exclude_none=True, by_alias=True)
-        return checked_grammar(f"structured_outputs.{name}", grammar)
+        name = _only_output(outputs)
+        return checked_grammar(f"structured_outputs.{name}", lambda: _of_outputs(outputs))
     if format_ is None or format_.type == "text":
         return ""
     if format_.type == "json_object":
-        return checked_grammar("response_format", of_schema({"type": "object"}))
+        return checked_grammar("response_format", lambda: of_schema({"type": "object"}))
     if format_.json_schema is None:
         raise ApiError(
             400,
@@ -72,16 +72,20 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
             param="response_format.json_schema",
             code="missing_field",
         )
-    grammar = of_schema(format_.json_schema.json_schema)
-    return checked_grammar("response_format.json_schema.schema", grammar)
+    schema = format_.json_schema.json_schema
+    return checked_grammar("response_format.json_schema.schema", lambda: of_schema(schema))
 
 
 def of_schema(schema: dict[str, Any]) -> str:
-    """The grammar of the JSON values that a schema allows."""
+    """The grammar of the JSON values that a schema allows.
+
+    Raises:
+        ValueError: the schema holds what JSON cannot carry: half a surrogate pair, or a number beyond 64 bits.
+    """
     return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
 
 
-def _of_outputs(outputs: StructuredOutputs) -> str:
+def _only_output(outputs: StructuredOutputs) -> str:
     given = outputs.model_dump(exclude_none=True, by_alias=True)
     if len(given) != 1 or outputs.json_object is False:
         raise bad_request(
@@ -89,13 +93,17 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
             sorted(given),
             "give exactly one of json, json_object, regex, choice, grammar",
         )
+    if outputs.choice is not None and not all(outputs.choice):
+        raise bad_request("structured_outputs.choice", outputs.choice, "no choice may be empty")
+    return next(iter(given))
+
+
+def _of_outputs(outputs: StructuredOutputs) -> str:
     if outputs.json_object:
         return of_schema({"type": "object"})
     if outputs.json_schema is not None:
         return of_schema(outputs.json_schema)
     if outputs.choice is not None:
-        if not all(outputs.choice):
-            raise bad_request("structured_outputs.choice", outputs.choice, "no choice may be empty")
         return of_choice(outputs.choice)
     if outputs.regex is not None:
         return str(LLMatcher.grammar_from_regex(outputs.regex))
@@ -109,12 +117,22 @@ def of_choice(choices: list[str]) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: {words}"))
 
 
-def checked_grammar(field: str, grammar: str) -> str:
-    """The grammar itself, when it can be followed.
+def checked_grammar(field: str, make: Callable[[], str]) -> str:
+    """The grammar that `make` returns, when it can be followed.
 
     Raises:
         ApiError: 422, naming the field it came from.
     """
+    try:
+        grammar = make()
+    except ValueError as error:
+        raise ApiError(
+            422,
+            f"{field}: cannot be read by the grammar library ({str(error)[:100]}); send whole characters, and numbers "
+            "of at most 64 bits",
+            param=field,
+            code="invalid_grammar",
+        ) from error
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise ApiError(
             422,

@@ -51,6 +51,7 @@ class FrontMetrics:
     responses: Counter[int] = field(default_factory=Counter)  # by HTTP status
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     num_disconnected: int = 0
+    num_ignored_fields: int = 0  # of bodies: nobody here knows them, and they change no answer
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     first_token_s: Histogram = field(default_factory=Histogram)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from cluster.openai_schema import read_json
+
 
 @dataclass(frozen=True)
 class Call:
@@ -121,7 +123,7 @@ class JsonParser:
         if self._is_text:
             return self._release()
         try:
-            value = json.loads(self._held)
+            value = read_json(self._held)
         except ValueError:
             return self._release()
         calls = [
@@ -158,19 +160,25 @@ def _overlap(text: str, tag: str) -> int:
 
 def _call_of(text: str, names: frozenset[str]) -> Call | None:
     try:
-        return _checked(json.loads(text), names)
+        return _checked(read_json(text), names)
     except ValueError:
         return None
 
 
 def _checked(value: object, names: frozenset[str]) -> Call | None:
     """A call of a function that exists; None for anything else."""
-    if not isinstance(value, dict) or value.get("name") not in names:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str) or name not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except ValueError:  # 1e999, or half a surrogate pair: no client could read it again
+        return None
+    return Call(name, written)
 
 
 def _written(call: Call) -> str:

@@ -84,7 +84,7 @@ def forced_grammar(
         return ""
     calls = [_call_schema(tool.function) for tool in tools]
     one_only = isinstance(choice, NamedChoice) or not many
-    return checked_grammar("tools", PARSERS[parser].grammar(calls, many=not one_only))
+    return checked_grammar("tools", lambda: PARSERS[parser].grammar(calls, many=not one_only))
 
 
 def _call_schema(function: FunctionSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from tokenizers import Tokenizer
 
 from actors.core.admission import RankLimits
 from actors.core.messages import (
+    AbortRequest,
     AdmittedRequest,
+    CloseDraft,
     CommitBatch,
     Endpoint,
     ProposalBatch,
@@ -21,10 +24,12 @@ from actors.core.messages import (
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Outgoing, Rank
 from actors.core.verify_decision import VerifyDecider
+from actors.engine.drafters.engine import DSparkEngine
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.link import LocalLink
 from cluster.text import TextCodec
 from configs.schema import ClusterConfig
+from tests.http.harness import Server
 from tests.pure.rank_harness import VerifyAll
 from tests.pure.scripted_drafter import DRAFTER
 from tests.torch_cpu.rank_engines import TAPS, VOCAB, write_tiny_llama
@@ -32,6 +37,19 @@ from tests.torch_cpu.tiny_tokenizers import write_tokenizer
 
 EOS, GAMMA, MAX_LEN = 2, 4, 128
 LETTERS = "".join(chr(c) for c in range(0x20, 0x7F) if chr(c) not in "`~")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}A: "
+
+
+async def replace_ranks(server: Server, rank: EngineRank) -> None:
+    """Let `rank` serve alone, and wait until the front knows."""
+    for old in server.ranks:
+        old.kill()
+    server.ranks[:] = [rank]  # type: ignore[list-item]
+    server.publish()
+    version = server.tables[-1].version
+    await server.until(lambda: server.dispatcher.router.table.version == version)
 
 
 def tiny_model(path: Path) -> tuple[TorchTargetEngine, TextCodec]:
@@ -42,20 +60,38 @@ def tiny_model(path: Path) -> tuple[TorchTargetEngine, TextCodec]:
     target = {"kv_cache_tokens": 8192, "block_size": 8, "max_batch_tokens": 64}
     engine = load_engine(ClusterConfig.model_validate({"model": model, "target": target}), TAPS)
     tokenizer = Tokenizer.from_file(str(file))
-    return engine, TextCodec(tokenizer, eos_token_ids=(EOS,), chat_template=None)
+    return engine, TextCodec(tokenizer, eos_token_ids=(EOS,), chat_template=TEMPLATE)
 
 
 class EngineRank:
     """The loop of a target rank, its engine and its drafter, without Ray.
 
     The drafter goes on as some earlier stream did that had the same token at the same place; a fifth of its tokens are
-    noise.
+    noise. With a `drafter`, that one drafts instead.
+
+    Attributes:
+        phases_at_abort: how far requests were when somebody ended them from outside.
     """
 
-    def __init__(self, link: LocalLink, engine: TorchTargetEngine) -> None:
-        self.name, self.link, self.engine = link.endpoint.name, link, engine
+    def __init__(
+        self,
+        link: LocalLink,
+        engine: TorchTargetEngine,
+        drafter: DSparkEngine | None = None,
+        max_waiting: int = 64,
+    ) -> None:
+        self.name, self.link, self.engine, self.drafter = link.endpoint.name, link, engine, drafter
+        self.phases_at_abort: Counter[str] = Counter()
         limits = RankLimits(
-            engine.spec.num_blocks, 8, MAX_LEN, VOCAB, 32, 64, 64, gamma=GAMMA, max_wait_s=0.0
+            num_blocks=engine.spec.num_blocks,
+            block_size=8,
+            max_model_len=MAX_LEN,
+            vocab_size=VOCAB,
+            max_running=32,
+            max_waiting=max_waiting,
+            max_batch_tokens=64,
+            gamma=GAMMA,
+            max_wait_s=0.0,
         )
         decider = VerifyDecider(self.name, link.endpoint.epoch, VerifyAll(), allocate)
         self.rank = Rank(link.endpoint, limits, decider)
@@ -70,6 +106,13 @@ class EngineRank:
     @property
     def endpoint(self) -> Endpoint:
         return self.link.endpoint
+
+    @property
+    def is_clean(self) -> bool:
+        """Idle, every block, slot and draft context is back, and nothing was found wrong."""
+        holds = self.drafter.open_requests() if self.drafter else ()
+        pool = self.rank.book.pool
+        return self.problems == [] and not holds and pool.num_free == pool.num_blocks
 
     @property
     def num_accepted(self) -> int:
@@ -87,6 +130,9 @@ class EngineRank:
                 self.problems = None
                 if isinstance(message, AdmittedRequest):
                     self._texts[message.request_id] = message.prompt_ids.tolist()
+                if isinstance(message, AbortRequest):
+                    request = self.rank.book.live.get(message.request_id)
+                    self.phases_at_abort[request.phase.value if request else "over"] += 1
                 self._send(self.rank.on_message(message, time.monotonic()))
             plan = self.rank.plan_step(time.monotonic())
             if plan is not None:
@@ -97,8 +143,10 @@ class EngineRank:
 
     def _send(self, outgoing: Outgoing) -> None:
         for to, message in outgoing:
+            if isinstance(message, CloseDraft) and self.drafter is not None:
+                self.drafter.close(message.request_ids)
             if isinstance(message, CommitBatch):
-                proposal = self._draft(message)
+                proposal = (self.drafter.advance if self.drafter else self._draft)(message)
                 if proposal is not None:
                     self.rank.on_message(proposal, time.monotonic())
                 continue

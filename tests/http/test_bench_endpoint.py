@@ -11,7 +11,7 @@ from actors.core.local_policy import LocalPolicy
 from cluster.frontier.drive import Server
 from cluster.frontier.rates import StreamSample, rates_of
 from cluster.frontier.workload import Request
-from tests.http.engine_rank import EngineRank, tiny_model
+from tests.http.engine_rank import EngineRank, replace_ranks, tiny_model
 from tests.http.harness import launched
 
 REQUESTS = [Request("chat", f"Hi {n}", 12 + 5 * (n % 3), seed=n) for n in range(9)]
@@ -27,12 +27,8 @@ async def test_texts_are_equal_over_policies_and_concurrencies_and_counts_follow
 ) -> None:
     tiny_engine, codec = model
     async with launched(codec) as front:
-        for scripted in front.ranks:
-            scripted.kill()
         rank = EngineRank(front.hub.open("engine-0", "target"), tiny_engine)
-        front.ranks[:] = [rank]  # type: ignore[list-item]
-        front.publish()
-        await front.until(lambda: front.dispatcher.router.table.version == front.tables[-1].version)
+        await replace_ranks(front, rank)
         server = Server(f"{front.url}/v1/completions")
 
         async def serve(concurrency: int) -> list[StreamSample]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.engine_rank import EngineRank, tiny_model
+from tests.http.engine_rank import EngineRank, replace_ranks, tiny_model
 from tests.http.harness import Server, launched
 
 SCHEMA = {
@@ -54,13 +54,8 @@ async def engine(model):
     """A server with one real engine behind it."""
     tiny_engine, codec = model
     async with launched(codec) as server:
-        for rank in server.ranks:
-            rank.kill()
         rank = EngineRank(server.hub.open("engine-0", "target"), tiny_engine)
-        server.ranks[:] = [rank]  # type: ignore[list-item]
-        server.publish()
-        version = server.tables[-1].version
-        await server.until(lambda: server.dispatcher.router.table.version == version)
+        await replace_ranks(server, rank)
         yield server, rank
 
 

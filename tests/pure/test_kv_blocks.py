@@ -1,8 +1,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from actors.core.kv_blocks import BlockLease, BlockPool
 
@@ -136,74 +134,3 @@ def test_integrity_sees(damage: Any, problem: str) -> None:
     assert pool.check_integrity() == []
     damage(pool)
     assert any(problem in found for found in pool.check_integrity())
-
-
-class PoolModel:
-    """A pool, and what every block of it holds: a lease writes its own blocks, names them, and trusts the named."""
-
-    def __init__(self) -> None:
-        self.pool = BlockPool(num_blocks=20, block_size=3)
-        self.content: dict[int, bytes] = {}
-        self.live: list[BlockLease] = []
-        self.dead: list[BlockLease] = []
-        self.num_shared: dict[int, int] = {}  # lease -> leading blocks it may not write
-
-    def lease(self, number: int) -> None:
-        free = self.pool.num_free
-        lease = self.pool.lease(number)
-        assert (lease is None) == (-(-number // 3) > free)
-        if lease is not None:
-            self.live.append(lease)
-            self.num_shared[lease.lease_id] = 0
-            for block in lease.blocks.tolist():
-                assert all(block not in other.blocks for other in self.live[:-1])
-                self.content[block] = b"garbage"
-
-    def share(self, number: int) -> None:
-        """Share as long a prefix of text `number` as is known, and write the rest."""
-        if not self.live or self.num_shared[self.live[-1].lease_id]:
-            return
-        lease, count = self.live[-1], 0
-        while count < lease.num_blocks:
-            digest = b"%d:%d" % (number % 3, count)
-            block = self.pool.find(digest)
-            if block is None:
-                break
-            assert self.content[block] == digest, "a known block was overwritten"
-            lease.share(count, block)
-            count += 1
-        self.num_shared[lease.lease_id] = lease.num_blocks
-        for index in range(count, lease.num_blocks):
-            block = int(lease.blocks[index])
-            assert sum(block in other.blocks for other in self.live) == 1, "shared and written"
-            self.content[block] = b"%d:%d" % (number % 3, index)
-            self.pool.name(block, self.content[block])
-
-    def release(self, number: int) -> None:
-        if self.live:
-            self.dead.append(self.live.pop(number % len(self.live)))
-            self.dead[-1].release()
-
-    def again(self, number: int) -> None:
-        if self.dead:
-            self.dead[number % len(self.dead)].release()
-
-    def check(self) -> None:
-        held = {block for lease in self.live for block in lease.blocks.tolist()}
-        assert len(held) == 20 - self.pool.num_free
-        assert self.pool.num_leases == len(self.live)
-        assert self.pool.check_integrity() == []
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    actions=st.lists(
-        st.tuples(st.sampled_from(["lease", "share", "release", "again"]), st.integers(1, 40)),
-        max_size=60,
-    )
-)
-def test_any_order_of_leases_keeps_the_books_straight(actions: list[tuple[str, int]]) -> None:
-    model = PoolModel()
-    for action, number in actions:
-        getattr(model, action)(number)
-        model.check()

@@ -22,7 +22,16 @@ def call(text: str) -> str:
 
 GOOD_NOW = call('{"name": "now"}')
 GOOD_ADD = call('\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n')
+# What a client could not read again, or what would stop the reader: text.
+NO_CALLS = (
+    '{"name": []}',
+    '{"name": "now", "arguments": {"a": NaN}}',
+    '{"name": "now", "arguments": {"a": 1e999}}',
+    '{"name": "now", "arguments": {"a": "\\ud800"}}',
+    '{"name": "now", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3001,
+)
 HERMES: list[tuple[str, list[Found]]] = [
+    *((call(text), [call(text)]) for text in NO_CALLS),
     ("no call at all < here", ["no call at all < here"]),
     (GOOD_ADD, [ADD]),
     (f"Let me see.\n{GOOD_ADD}", ["Let me see.\n", ADD]),
@@ -39,6 +48,7 @@ HERMES: list[tuple[str, list[Found]]] = [
     ("", []),
 ]
 JSON: list[tuple[str, list[Found]]] = [
+    *((text, [text]) for text in NO_CALLS),
     (' {"name": "add", "arguments": {"a": 1, "b": "é"}}', [ADD]),
     (
         '[{"name": "now", "parameters": {}}, {"name": "add", "arguments": {"a": 1, "b": "é"}}]',

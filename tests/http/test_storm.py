@@ -1,0 +1,104 @@
+"""Half of many streams are left at random moments: the others notice nothing, and all memory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http.engine_rank import GAMMA, EngineRank, replace_ranks, tiny_model
+from tests.http.harness import Server, launched
+from tests.torch_cpu.rank_engines import real_drafter
+
+NUM_STREAMS, NUM_TOKENS = 500, 24
+PROMPTS = [f"Prompt number {i}, which goes on for {'a while ' * (i % 4)}" for i in range(12)]
+LAWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 5}]
+PHASES = {"waiting", "prefilling", "running"}
+
+
+def body(index: int) -> dict[str, Any]:
+    prompt = PROMPTS[index % len(PROMPTS)]
+    law = LAWS[index % len(LAWS)]
+    return {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, **law}
+
+
+class Client:
+    """Reads one stream, to its end or to where it leaves: after so many pieces of text."""
+
+    def __init__(self, index: int, leaves_after: int | None = None) -> None:
+        self.index, self.leaves_after = index, leaves_after
+        self.text, self.done, self.num_pieces = "", False, 0
+
+    async def read(self, http: httpx.AsyncClient) -> None:
+        async with http.stream("POST", "/v1/completions", json=body(self.index)) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    self.done = True
+                elif data:
+                    self.text += json.loads(data)["choices"][0]["text"]
+                    self.num_pieces += 1
+                if self.leaves_after is not None and self.num_pieces >= self.leaves_after:
+                    return
+
+
+async def storm(http: httpx.AsyncClient, clients: list[Client], rng: random.Random) -> None:
+    """Every other client leaves: some at a moment of their own, some after a certain piece."""
+    readings = [asyncio.create_task(client.read(http)) for client in clients]
+
+    async def leave(reading: asyncio.Task[None], after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        reading.cancel()
+
+    hasty = [i for i, c in enumerate(clients) if i % 2 and c.leaves_after is None]
+    await asyncio.gather(*(leave(readings[i], rng.expovariate(1.0)) for i in hasty))
+    results = await asyncio.gather(*readings, return_exceptions=True)
+    problems = [r for r in results if isinstance(r, Exception)]
+    assert not problems, problems[:3]
+
+
+def make_clients(rng: random.Random) -> list[Client]:
+    """Odd ones leave; half of them when they have seen some, or nearly all, of their answer."""
+    return [
+        Client(i, rng.randint(1, NUM_TOKENS) if i % 4 == 1 else None) for i in range(NUM_STREAMS)
+    ]
+
+
+async def answers_alone(server: Server) -> list[str]:
+    texts = []
+    for index in range(len(PROMPTS) * len(LAWS)):
+        client = Client(index)
+        await client.read(server.client)
+        texts.append(client.text)
+    return texts
+
+
+@pytest.mark.slow
+async def test_a_storm_of_cancelled_streams_returns_kv_and_draft_state_to_baseline(tmp_path):
+    engine, codec = tiny_model(tmp_path)
+    async with launched(codec, request_timeout_s=150.0) as server:
+        link, drafter = server.hub.open("engine-0", "target"), real_drafter(GAMMA)
+        rank = EngineRank(link, engine, drafter, max_waiting=NUM_STREAMS)
+        await replace_ranks(server, rank)
+        alone = await answers_alone(server)
+        assert len(set(alone)) == len(alone)
+        await server.until(lambda: rank.is_clean)
+        num_tasks, rng = len(asyncio.all_tasks()), random.Random(3)
+        limits = httpx.Limits(max_connections=NUM_STREAMS)
+        clients = make_clients(rng)
+        async with httpx.AsyncClient(base_url=server.url, timeout=150, limits=limits) as http:
+            await storm(http, clients, rng)
+        for client in clients[::2]:
+            assert client.done and client.text == alone[client.index % len(alone)]
+        left = [client for client in clients[1::2] if not client.done]
+        assert len(left) > NUM_STREAMS / 4  # the rest had their whole answer before they left
+        assert all(alone[c.index % len(alone)].startswith(c.text) for c in left)
+        await server.until(lambda: rank.is_clean and not server.dispatcher.num_streams, 20.0)
+        await server.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        assert set(rank.phases_at_abort) >= PHASES, rank.phases_at_abort
+        assert await answers_alone(server) == alone
