@@ -1,4 +1,5 @@
-"""Sequential temperature scaling of confidences with a shift (paper section 3.2.1), and how true they are."""
+"""Sequential calibration of confidences by monotone curves (paper section 3.2.1 with more than a temperature), and how
+true they are."""
 
 from __future__ import annotations
 
@@ -10,10 +11,19 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-DEFAULT_GRID: Float64 = np.logspace(-0.7, 1.0, 35)
 DEFAULT_BINS = 15
 MAX_SHIFT = 12.0
 HALVINGS = 30
+
+NUM_KNOTS = (
+    3  # where a curve may bend: at quantiles of the logits of rounds that reach the position
+)
+BEND_PENALTY = 3.0  # half of it, times a squared bend, is what bending costs in log likelihood
+SLOPE_PENALTY = 1.0  # the same for a slope that is not 1
+LEAST_SLOPE, MAX_SLOPE = 0.05, 10.0  # a curve never falls, and never becomes a step
+SCORING_STEPS = 25
+MAX_CHANGE = 1.0  # of a coefficient in one step
+SLOPE_ROUNDING = 1e-3  # a stored slope of 0 may have been rounded below it
 
 
 class CalibrationError(ValueError):
@@ -22,13 +32,17 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class ConfidenceMap:
-    """From the confidence logits of a block to calibrated confidences: c_k = sigmoid((z_k + shift_k) / T_k).
+    """From the confidence logits of a block to calibrated confidences, by a curve for each position:
+
+    c_k = sigmoid((z_k + shift_k) / T_k + sum_j bend_kj * max(z_k - knot_kj, 0)).
 
     Monotone at each position, and a function of z_k alone: what was lawful to decide by stays so (C3).
     """
 
     shifts: Float64  # [gamma]
     temperatures: Float64  # [gamma]
+    knots: Float64  # [gamma, K] rising; K may be 0
+    bends: Float64  # [gamma, K] by how much the slope changes there
 
     def __post_init__(self) -> None:
         if self.temperatures.ndim != 1 or self.shifts.shape != self.temperatures.shape:
@@ -43,10 +57,25 @@ class ConfidenceMap:
             )
         if not np.isfinite(self.shifts).all():
             raise CalibrationError(f"shifts: {self.shifts}, want finite values; refit")
+        if self.knots.shape != self.bends.shape or self.knots.shape[:1] != self.shifts.shape:
+            raise CalibrationError(
+                f"knots: shape {self.knots.shape}, bends: {self.bends.shape}, want [gamma, K] both; refit"
+            )
+        if not (np.isfinite(self.knots).all() and (np.diff(self.knots, axis=1) >= 0).all()):
+            raise CalibrationError("knots: want finite values that do not fall; refit")
+        slopes = 1 / self.temperatures[:, None] + self.bends.cumsum(axis=1)
+        if not (np.isfinite(slopes).all() and (slopes >= -SLOPE_ROUNDING).all()):
+            raise CalibrationError("bends: a curve falls, which would turn its order round; refit")
+
+    @classmethod
+    def straight(cls, shifts: Float64, temperatures: Float64) -> ConfidenceMap:
+        """Shifts and temperatures only."""
+        none = np.zeros((len(shifts), 0))
+        return cls(shifts, temperatures, none, none)
 
     @classmethod
     def identity(cls, gamma: int) -> ConfidenceMap:
-        return cls(np.zeros(gamma), np.ones(gamma))
+        return cls.straight(np.zeros(gamma), np.ones(gamma))
 
     def apply(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """Calibrated conditional confidences, [N, gamma] float32, from confidence logits [N, gamma]."""
@@ -55,8 +84,9 @@ class ConfidenceMap:
                 f"confidence logits: shape {logits.shape}, want [N, {len(self.temperatures)}]; "
                 "the temperatures belong to another block length"
             )
-        scaled = (logits.astype(np.float64) + self.shifts) / self.temperatures
-        return _sigmoid(scaled).astype(np.float32)
+        z = logits.astype(np.float64)
+        bent = (np.maximum(z[:, :, None] - self.knots, 0.0) * self.bends).sum(axis=2)
+        return _sigmoid((z + self.shifts) / self.temperatures + bent).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -72,39 +102,42 @@ class Fit:
 def fit(
     logits: npt.NDArray[np.floating],
     accepted_len: npt.NDArray[np.integer],
-    grid: Float64 = DEFAULT_GRID,
     num_bins: int = DEFAULT_BINS,
+    num_knots: int = NUM_KNOTS,
 ) -> Fit:
-    """Fit shifts and temperatures from left to right, each position on top of the ones before it, which stay.
+    """Fit curves from left to right, each position on top of the ones before it, which stay.
 
-    At each temperature of the grid the shift makes the mean survival right; the temperature that makes the labels
-    likeliest is taken. The paper minimises the calibration error instead. That is what is wanted in the end, but near
-    its minimum it is mostly the noise of its bins, and choosing by it fits noise.
+    A curve is the likeliest for the labels, bends and slopes other than 1 costing something; then its shift makes the
+    mean survival right. The paper has a temperature alone, the one of the least calibration error. That is what is
+    wanted in the end, but near its minimum it is mostly the noise of its bins, and choosing by it fits noise.
 
     Args:
         logits: [N, gamma] confidence logits of rounds whose whole block was verified. Rounds cut short by a budget
             are censored and must be left out by the caller.
         accepted_len: [N] draft tokens accepted in each round; a round enters at every position, with label 0 after
             its first rejection, since the survival is a joint probability.
-        grid: temperatures tried; the first maximum wins.
+        num_knots: of each curve; 0 = a shift and a temperature.
 
     Raises:
         CalibrationError: shapes differ, no rounds, values that are no numbers, or lengths outside 0..gamma.
     """
     _check(logits, accepted_len)
     num_rounds, gamma = logits.shape
-    labels = accepted_len[:, None] > np.arange(gamma)
-    temperatures, shifts, survival = np.ones(gamma), np.zeros(gamma), np.ones(num_rounds)
+    shifts, temperatures = np.zeros((2, gamma))
+    knots, bends = np.zeros((2, gamma, num_knots))
+    survival = np.ones(num_rounds)
     for k in range(gamma):
-        z = logits[:, k].astype(np.float64)
-        tried = []
-        for temperature in grid:
-            shift = _balancing_shift(z, survival, labels[:, k], temperature)
-            candidate = survival * _sigmoid((z + shift) / temperature)
-            tried.append((_log_likelihood(candidate, labels[:, k]), shift, candidate))
-        best = int(np.argmax([likelihood for likelihood, _, _ in tried]))
-        temperatures[k], (_, shifts[k], survival) = grid[best], tried[best]
-    found = ConfidenceMap(shifts, temperatures)
+        z, labels = logits[:, k].astype(np.float64), accepted_len > k
+        reached = z[accepted_len >= k]
+        quantiles = np.linspace(0, 1, num_knots + 2)[1:-1]
+        knots[k] = np.quantile(reached if len(reached) else z, quantiles)
+        slope, bends[k] = _likeliest_curve(z, survival, labels, knots[k])
+        temperatures[k] = 1 / slope
+        bent = np.maximum(z[:, None] - knots[k], 0.0) @ bends[k]
+        offset = _balancing_offset(slope * z + bent, survival, labels)
+        shifts[k] = offset * temperatures[k]
+        survival = survival * _sigmoid(slope * z + bent + offset)
+    found = ConfidenceMap(shifts, temperatures, knots, bends)
     before = survival_error(_sigmoid(logits.astype(np.float64)), accepted_len, num_bins)
     after = survival_error(found.apply(logits), accepted_len, num_bins)
     return Fit(found, before, after, num_rounds)
@@ -145,6 +178,24 @@ def ece_floor(
     return float(np.mean(trials))
 
 
+def ece_floor_of_groups(
+    predicted: npt.NDArray[np.floating],
+    happened: BoolArray,
+    groups: npt.NDArray[np.integer],
+    num_bins: int = DEFAULT_BINS,
+) -> float:
+    """The same noise where predictions of one group (an answer) err alike: `groups` [N] from 0 tells which is whose.
+
+    By the spread among the groups of each bin's summed gap, taken as normal: what so many other groups of the same
+    kind would show of predictions that are right on average over all groups there are.
+    """
+    bins = np.minimum((predicted * num_bins).astype(np.int64), num_bins - 1)
+    num_groups = int(groups.max()) + 1
+    gaps = np.bincount(groups * num_bins + bins, predicted - happened, num_groups * num_bins)
+    spread = gaps.reshape(num_groups, num_bins).std(axis=0, ddof=1) * np.sqrt(num_groups)
+    return float(np.sqrt(2 / np.pi) * spread.sum() / len(predicted))
+
+
 def area_under_curve(predicted: npt.NDArray[np.floating], happened: BoolArray) -> float:
     """Probability that one that happened was predicted higher than one that did not, ties half; NaN without both."""
     num_true = int(happened.sum())
@@ -162,22 +213,41 @@ def brier(predicted: npt.NDArray[np.floating], happened: BoolArray) -> float:
     return float(np.square(predicted.astype(np.float64) - happened).mean())
 
 
-def _balancing_shift(z: Float64, survival: Float64, labels: BoolArray, temperature: float) -> float:
-    """The shift at which sum(survival * sigmoid((z + shift) / temperature)) equals the number of labels, by halving."""
+def _likeliest_curve(
+    z: Float64, survival: Float64, labels: BoolArray, knots: Float64
+) -> tuple[float, Float64]:
+    """Slope and bends [K] under which labels ~ survival * c(z) are likeliest, by Fisher's scoring.
+
+    The offset is fitted along and not returned: the caller balances it.
+    """
+    inputs = np.column_stack((np.ones(len(z)), z, np.maximum(z[:, None] - knots, 0.0)))
+    centre = np.zeros(inputs.shape[1])
+    centre[1] = 1.0
+    penalty = np.array([1e-3, SLOPE_PENALTY, *[BEND_PENALTY] * len(knots)])
+    found = centre.copy()
+    for _ in range(SCORING_STEPS):
+        c = _sigmoid(inputs @ found)
+        refused = np.maximum(1 - survival * c, 1e-9)
+        slope = (labels - survival * c) * (1 - c) / refused
+        weight = survival * c * (1 - c) ** 2 / refused
+        gain = inputs.T @ slope - penalty * (found - centre)
+        curve = (inputs * weight[:, None]).T @ inputs + np.diag(penalty)
+        found = found + np.clip(np.linalg.solve(curve, gain), -MAX_CHANGE, MAX_CHANGE)
+    slopes = np.clip(found[1:].cumsum(), LEAST_SLOPE, MAX_SLOPE)
+    return float(slopes[0]), np.diff(slopes)
+
+
+def _balancing_offset(curve: Float64, survival: Float64, labels: BoolArray) -> float:
+    """The offset at which sum(survival * sigmoid(curve + offset)) equals the number of labels, by halving."""
     wanted = float(labels.sum())
-    low, high = -float(z.max()) - MAX_SHIFT * temperature, MAX_SHIFT * temperature - float(z.min())
+    low, high = -float(curve.max()) - MAX_SHIFT, MAX_SHIFT - float(curve.min())
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if float((survival * _sigmoid((z + middle) / temperature)).sum()) < wanted:
+        if float((survival * _sigmoid(curve + middle)).sum()) < wanted:
             low = middle
         else:
             high = middle
     return (low + high) / 2
-
-
-def _log_likelihood(predicted: Float64, labels: BoolArray) -> float:
-    clipped = np.clip(predicted, 1e-9, 1 - 1e-9)
-    return float(np.log(np.where(labels, clipped, 1 - clipped)).sum())
 
 
 def _sigmoid(x: Float64) -> Float64:

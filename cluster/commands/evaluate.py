@@ -118,12 +118,19 @@ def calibrate(arguments: argparse.Namespace) -> int:
             [rule, f"{entry['num_rounds']}", *(" ".join(_percent(entry[key])) for key in _ERRORS)]
             for rule, entry in report["tables"].items()
         ]
-        header = ["rule", "rounds", "ECE % before", "after, unseen answers", "noise floor"]
+        header = [
+            "rule",
+            "rounds",
+            "ECE % before",
+            "after, unseen answers",
+            "noise floor",
+            "of answers",
+        ]
         say(f"written: {report['path']}\n{table(header, rows)}")
     return 0
 
 
-_ERRORS = ("ece_raw", "ece_unseen", "ece_floor")
+_ERRORS = ("ece_raw", "ece_unseen", "ece_floor", "ece_floor_answers")
 
 
 def _model_path(arguments: argparse.Namespace) -> str:

@@ -35,7 +35,9 @@ REQUESTS = [
 
 
 def table(rule: str, temperature: float, shift: float) -> Table:
-    return Table(rule, temperature, ConfidenceMap(np.full(GAMMA, shift), np.full(GAMMA, 2.0)))
+    return Table(
+        rule, temperature, ConfidenceMap.straight(np.full(GAMMA, shift), np.full(GAMMA, 2.0))
+    )
 
 
 TABLES = [table("greedy", 0.0, 1.0), table("rejection", 1.0, 2.0), table("rejection", 0.5, 3.0)]
@@ -73,14 +75,36 @@ def test_confidences_are_those_of_the_map() -> None:
     torch.testing.assert_close(cut.confidences(logits[:, :3], sampling(REQUESTS)), found[:, :3])
 
 
-def test_tables_are_read_as_written(drafter: Path, target: Path) -> None:
-    write_tables(drafter, target, [(each, {"num_rounds": 7}) for each in TABLES])
+def bent_table() -> Table:
+    rng = np.random.default_rng(0)
+    knots, bends = np.sort(rng.normal(size=(GAMMA, 3)), axis=1), rng.random((GAMMA, 3)) - 0.1
+    curve = ConfidenceMap(rng.normal(size=GAMMA), np.full(GAMMA, 0.8), knots, bends)
+    return Table("coupled", 1.0, curve)
+
+
+def test_curves_beside_straight_lines_are_those_of_their_maps() -> None:
+    bent = bent_table()
+    logits = torch.randn(4, GAMMA)
+    found = ConfidenceTables([*TABLES, bent]).confidences(logits, sampling(REQUESTS))
+    straight = ConfidenceTables(TABLES).confidences(logits, sampling(REQUESTS))
+    torch.testing.assert_close(found[:3], straight[:3])
+    torch.testing.assert_close(found[3:], torch.from_numpy(bent.map.apply(logits[3:].numpy())))
+    cut = ConfidenceTables([*TABLES, bent]).fitting(3, torch.device("cpu"))
+    torch.testing.assert_close(cut.confidences(logits[:, :3], sampling(REQUESTS)), found[:, :3])
+
+
+@pytest.mark.parametrize("extra", [[], [bent_table()]])
+def test_tables_are_read_as_written(drafter: Path, target: Path, extra: list[Table]) -> None:
+    tables = TABLES + extra
+    write_tables(drafter, target, [(each, {"num_rounds": 7}) for each in tables])
     logits = torch.randn(4, GAMMA)
     read = read_tables(drafter, target, GAMMA)
     assert read.num_refused == 0
     torch.testing.assert_close(
         read.confidences(logits, sampling(REQUESTS)),
-        ConfidenceTables(TABLES).confidences(logits, sampling(REQUESTS)),
+        ConfidenceTables(tables).confidences(logits, sampling(REQUESTS)),
+        atol=1e-4,  # written with four digits
+        rtol=0,
     )
     assert json.loads((drafter / "calibration.json").read_text())["tables"][0]["num_rounds"] == 7
 
@@ -117,6 +141,12 @@ def test_files_from_before_identities_and_no_file_at_all(drafter: Path, target: 
         ('{"tables": []}', "at least one"),
         ('{"tables": [{"rule": "best", "temperatures": [1, 1, 1, 1, 1]}]}', "rule='best'"),
         ('{"temperatures": [1, 1, 1, 1, 0]}', "above 0"),
+        ('{"temperatures": [1, 1, 1, 1, 1], "knots": [[0]]}', "knots"),
+        (
+            '{"temperatures": [1, 1, 1, 1, 1], "knots": [[0], [1, 2], [], [], []]}',
+            "calibration.json",
+        ),
+        ('{"temperatures": [1, 1, 1, 1, 1], "bends": 3}', "bends"),
     ],
 )
 def test_unusable_files_are_refused(drafter: Path, target: Path, text: str, says: str) -> None:

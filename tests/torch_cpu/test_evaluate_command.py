@@ -24,7 +24,7 @@ GAMMA = 3
 pytestmark = pytest.mark.timeout(600)
 
 NAMES = {"dspark": "vanilla", "dspark_rnn": "rnn", "dflash": "dflash", "eagle3": "eagle3", "mtp1": "mtp"}  # fmt: skip
-SERIES = ("survival", "conditional", "ece_raw", "ece_calibrated", "ece_floor")
+SERIES = ("survival", "conditional", "ece_raw", "ece_calibrated", "ece_floor", "ece_floor_answers")
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,7 @@ def test_calibration_is_written_and_served(
     assert set(report["tables"]) == {"greedy", "rejection", "coupled"}
     for entry in report["tables"].values():
         assert len(entry["ece_unseen"]) == len(entry["ece_floor"]) == GAMMA
+        assert len(entry["ece_floor_answers"]) == len(entry["bends"]) == GAMMA
     options = DrafterOptions("served", dtype=torch.float32)
     engine = load_engine(drafter, work / "target", options)
     assert engine.spec.num_refused_calibrations == 0

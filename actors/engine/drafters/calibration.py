@@ -53,8 +53,16 @@ class ConfidenceTables:
         self._rules = torch.tensor([RULES[t.rule] for t in tables])
         self._at = torch.tensor([t.temperature for t in tables])
         maps = [t.map for t in tables]
+        most = max(m.knots.shape[1] for m in maps)  # a knot without a bend changes nothing
+        pads = [((0, 0), (0, most - m.knots.shape[1])) for m in maps]
         self._shifts = torch.from_numpy(np.stack([m.shifts for m in maps])).float()
         self._temperatures = torch.from_numpy(np.stack([m.temperatures for m in maps])).float()
+        self._knots, self._bends = (
+            torch.from_numpy(
+                np.stack([np.pad(a, p) for a, p in zip(arrays, pads, strict=True)])
+            ).float()
+            for arrays in ([m.knots for m in maps], [m.bends for m in maps])
+        )  # [T, gamma, K]
 
     @classmethod
     def identity(cls, gamma: int, num_refused: int = 0) -> ConfidenceTables:
@@ -66,8 +74,8 @@ class ConfidenceTables:
         made = object.__new__(ConfidenceTables)
         made.num_refused = self.num_refused
         made._rules, made._at = self._rules.to(device), self._at.to(device)
-        made._shifts = self._shifts[:, :gamma].to(device)
-        made._temperatures = self._temperatures[:, :gamma].to(device)
+        for name in ("_shifts", "_temperatures", "_knots", "_bends"):
+            setattr(made, name, getattr(self, name)[:, :gamma].to(device))
         return made
 
     def chosen(self, sampling: DraftSampling) -> Tensor:
@@ -79,15 +87,16 @@ class ConfidenceTables:
     def confidences(self, logits: Tensor, sampling: DraftSampling) -> Tensor:
         """Return calibrated conditional confidences [N, gamma] for confidence logits [N, gamma]."""
         table = self.chosen(sampling)
-        return torch.sigmoid((logits + self._shifts[table]) / self._temperatures[table])
+        bent = ((logits[..., None] - self._knots[table]).relu() * self._bends[table]).sum(-1)
+        return torch.sigmoid((logits + self._shifts[table]) / self._temperatures[table] + bent)
 
 
 def read_tables(drafter_dir: Path, target_dir: Path, block_size: int) -> ConfidenceTables:
     """Return the tables of `calibration.json`; the identity without the file.
 
     A file fitted for other weights, of target or drafter, is refused: logged, counted in `num_refused`, and
-    confidences stay as the head gives them. Files from before there were identities hold one list of temperatures for
-    everything.
+    confidences stay as the head gives them. Older files load too: those without knots as straight lines, and those from
+    before there were identities, which hold one list of temperatures for everything.
     Raises CheckpointError for a file that cannot be read or has another number of slots.
     """
     path = drafter_dir / CALIBRATION_FILE
@@ -120,6 +129,8 @@ def write_tables(
             "temperature": table.temperature,
             "shifts": [round(float(v), 4) for v in table.map.shifts],
             "temperatures": [round(float(v), 4) for v in table.map.temperatures],
+            "knots": np.round(table.map.knots, 4).tolist(),
+            "bends": np.round(table.map.bends, 4).tolist(),
             **measured,
         }
         for table, measured in tables
@@ -191,8 +202,18 @@ def _table(path: Path, entry: dict[str, Any], block_size: int) -> Table:
         raise CheckpointError(
             f"{path}: rule={entry.get('rule')!r}: use one of {', '.join(RULES)}; calibrate again"
         )
+    straight = [[] for _ in range(block_size)]
     try:
-        found = ConfidenceMap(np.array(shifts, np.float64), np.array(temperatures, np.float64))
-    except CalibrationError as error:
+        arrays = (
+            np.array(values, np.float64)
+            for values in (
+                shifts,
+                temperatures,
+                entry.get("knots", straight),
+                entry.get("bends", straight),
+            )
+        )
+        found = ConfidenceMap(*arrays)
+    except (CalibrationError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return Table(entry["rule"], float(entry["temperature"]), found)

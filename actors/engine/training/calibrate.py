@@ -18,6 +18,7 @@ from actors.core.calibration import (
     area_under_curve,
     brier,
     ece_floor,
+    ece_floor_of_groups,
     fit,
     survival_error,
 )
@@ -36,8 +37,9 @@ class Calibrated:
     Attributes:
         unseen: [N, gamma] confidences of every round, by a map fitted without the quarter of the answers it is in.
         raw, calibrated: [gamma] calibration errors of the survivals, before and of `unseen`.
-        floor: [gamma] what a perfect head would show with as many labels. Labels count as independent; answers
-            differ as a whole, so less than about twice this can hardly be told from it.
+        floor: [gamma] what a perfect head would show with as many independent labels.
+        floor_of_answers: [gamma] the same for labels of one answer that err alike, as they do.
+        by_domain: `calibrated` on the rounds of each domain.
     """
 
     map: ConfidenceMap
@@ -47,6 +49,8 @@ class Calibrated:
     raw: npt.NDArray[np.float64]
     calibrated: npt.NDArray[np.float64]
     floor: npt.NDArray[np.float64]
+    floor_of_answers: npt.NDArray[np.float64]
+    by_domain: dict[str, npt.NDArray[np.float64]]
 
     def measured(self) -> dict[str, Any]:
         """Return what to write beside the map."""
@@ -54,6 +58,8 @@ class Calibrated:
             "ece_raw": rounded(self.raw),
             "ece_unseen": rounded(self.calibrated),
             "ece_floor": rounded(self.floor),
+            "ece_floor_answers": rounded(self.floor_of_answers),
+            "ece_by_domain": {d: rounded(e) for d, e in self.by_domain.items()},
             "num_rounds": len(self.accepted),
             "num_bins": NUM_BINS,
         }
@@ -67,15 +73,16 @@ def calibrated(every: Sequence[Blocks]) -> Calibrated:
     if len(every) < 2:
         raise ValueError("calibration needs at least two answers; generate more held-out text")
     folds = range(min(NUM_FOLDS, len(every)))
+    ordered = [i for fold in folds for i in range(fold, len(every), len(folds))]
     parts, unseen = [], []
     for fold in folds:
         others = [blocks for i, blocks in enumerate(every) if i % len(folds) != fold]
         parts.append(pooled(every[fold :: len(folds)]))
         unseen.append(fit(*pooled(others)).map.apply(parts[-1][0]))
     logits, accepted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    answers = np.concatenate([np.full(len(pooled([every[i]])[1]), i) for i in ordered])
     confidences = np.concatenate(unseen)
-    rng = np.random.default_rng(FLOOR_SEED)
-    survival = confidences.astype(np.float64).cumprod(axis=1)
+    domains = np.array([blocks.domain for blocks in every])[answers]
     return Calibrated(
         fit(*pooled(every)).map,
         logits,
@@ -83,8 +90,27 @@ def calibrated(every: Sequence[Blocks]) -> Calibrated:
         accepted,
         survival_error(ConfidenceMap.identity(logits.shape[1]).apply(logits), accepted, NUM_BINS),
         survival_error(confidences, accepted, NUM_BINS),
-        np.array([ece_floor(column, rng, NUM_BINS) for column in survival.T]),
+        *_floors(confidences, accepted, answers),
+        {
+            str(d): survival_error(confidences[domains == d], accepted[domains == d], NUM_BINS)
+            for d in np.unique(domains)
+        },
     )
+
+
+def _floors(
+    confidences: npt.NDArray[np.floating],
+    accepted: npt.NDArray[np.int64],
+    answers: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The noise of the calibration error [gamma] with independent labels, and by the answers they are of."""
+    rng = np.random.default_rng(FLOOR_SEED)
+    survival = confidences.astype(np.float64).cumprod(axis=1)
+    alike = [
+        ece_floor_of_groups(column, accepted > k, answers, NUM_BINS)
+        for k, column in enumerate(survival.T)
+    ]
+    return np.array([ece_floor(column, rng, NUM_BINS) for column in survival.T]), np.array(alike)
 
 
 def discrimination(

@@ -52,6 +52,8 @@ def calibrate(scene: Scene, drafter_dir: Path, temperatures: Sequence[float]) ->
             **own.measured(),
             "shifts": np.round(own.map.shifts, 3).tolist(),
             "temperatures": np.round(own.map.temperatures, 3).tolist(),
+            "knots": np.round(own.map.knots, 3).tolist(),
+            "bends": np.round(own.map.bends, 3).tolist(),
             "reliability_raw": reliability(raw, own.accepted),
             "reliability_calibrated": reliability(own.unseen, own.accepted),
         }

@@ -117,6 +117,8 @@ def summary(every: Sequence[Blocks]) -> dict[str, Any]:
         "ece_raw": rounded(found.raw),
         "ece_calibrated": rounded(found.calibrated),
         "ece_floor": rounded(found.floor),
+        "ece_floor_answers": rounded(found.floor_of_answers),
+        "ece_by_domain": {d: rounded(errors) for d, errors in found.by_domain.items()},
         "discrimination_raw": calibrate.discrimination(raw, accepted),
         "discrimination_calibrated": calibrate.discrimination(after, accepted),
         "reliability_raw": reliability(raw, accepted),
