@@ -24,6 +24,13 @@ def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="one drafter more, under this name in the report; may be repeated",
     )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of the drafters there are, measure this one; may be repeated (default: all)",
+    )
     parser.add_argument("--no-latency", action="store_true", help="leave out what drafts cost")
     parser.add_argument("--out", metavar="DIR", help="folder for evaluation.json and the plots")
 
@@ -61,7 +68,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from actors.engine.weights import CheckpointError
 
     try:
-        candidates = scene.candidates(named)
+        candidates = _chosen(scene.candidates(named), arguments.only)
         if scene.lacks_compared:
             note("the drafters trained alike for comparison ship with the repository, not here")
         if not candidates:
@@ -166,6 +173,15 @@ def _temperatures(arguments: argparse.Namespace, scene: Any) -> tuple[float, ...
     for at in set(asked) - set(there):
         note(f"no held-out text at temperature {at:g}: it is left out")
     return there
+
+
+def _chosen(candidates: list[Any], names: list[str]) -> list[Any]:
+    """The candidates with these names; all without names."""
+    there = [candidate.name for candidate in candidates]
+    for name in names:
+        if name not in there:
+            raise CommandError(f"--only {name}: there is {', '.join(there) or 'no drafter'}", 2)
+    return [c for c in candidates if not names or c.name in names]
 
 
 def _named(text: str) -> tuple[str, Path]:

@@ -110,14 +110,19 @@ def test_the_cost_of_a_draft_is_measured_by_block_length_and_drawn(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--json", "--temperature", 0, "--limit", 2, "--out", tmp_path]
-    assert run(work, "evaluate", *arguments, f"--drafter=dspark={work / 'dspark'}") == 0
+    named = [f"--drafter={name}={work / name}" for name in ("dspark", "dflash")]
+    assert run(work, "evaluate", *arguments, *named, "--only=dspark") == 0
     report = report_of(capsys.readouterr().out)
+    assert set(report["drafters"]) == {"dspark"}
     entry = report["drafters"]["dspark"]
     lengths = entry["latency"]["draft_ms_by_gamma"]
     assert set(lengths) == {str(n) for n in (GAMMA, 4, 8, 12, 16)}
     assert entry["draft_ms"] == lengths[str(GAMMA)] > 0
     shares = entry["latency"]["draft_share_of_round"].values()
     assert all(0 < share < 1 for share in shares)
+    growth = entry["latency"]["round_growth"]
+    assert (growth["from"], growth["to"]) == (4, 16)
+    assert growth["low"] <= growth["share"] <= growth["high"]
     assert (report["temperature"], entry["temperature"]) == (0, 0)
     assert json.loads((tmp_path / "evaluation.json").read_text()) == report
     pytest.importorskip("matplotlib")
@@ -162,13 +167,14 @@ def test_calibration_is_written_and_served(
         (["evaluate", "--drafter", "dspark"], "write NAME=DIR"),
         (["evaluate", "--limit", "0"], "use at least 1"),
         (["evaluate"], "no drafter"),
+        (["evaluate", "--drafter", "a=dflash", "--only", "b"], "--only b: there is a"),
         (["calibrate", "--drafter", "dflash"], "no confidence head"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
     work: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [str(work / a) if a == "dflash" else a for a in arguments]
+    given = [a.replace("dflash", str(work / "dflash")) for a in arguments]
     assert run(work, *given) != 0
     assert says in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ from configs.machine import multiplies_bfloat16
 BATCH = 16
 CONTEXT_LEN = 128
 GAMMAS = (4, 8, 12, 16)
-REPEATS = 5
+REPEATS = 8
 
 
 @dataclass(frozen=True)
