@@ -101,21 +101,35 @@ class Drill:
         self._end_deployment()
 
     def _slow_a_host(self) -> None:
+        """Ranks on their own learn it from their profiles; a group, which waits for its slowest, from its steps."""
         slow = self.network.hosts["h1"]
+        slow.limit_cpu(slow_host.CORES)
         with step(
-            f"{slow.name} gets {slow_host.CORES} of a core; the bundled model on a rank a host"
+            f"{slow.name} gets {slow_host.CORES} of a core; the bundled model, a rank a host"
         ):
-            slow.limit_cpu(slow_host.CORES)
-            there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-            values = slow_host.settings(self.arguments.bundled, there["ingress"])
-            self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
-            deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
-            self.endpoint = deployed["endpoint"]
-            ranks = {rank["node_ip"]: name for name, rank in self._ranks().items()}
-            assert set(ranks) == set(WORKERS.values()), ranks
-        with step("budgets of their own against equal ones"):
-            slow_host.compare(self.operator, self.endpoint, ranks[slow.address])
+            rank = self._deploy_slow(slow, 1)
+            slow_host.check_profiles(self.operator, rank)
+        with step("each its own budget against equal ones"):
+            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged")
+            assert found.share < 1 / found.num_ranks, "streams did not go where they are faster"
         self._end_deployment()
+        with step("the same as one group over all hosts"):
+            rank = self._deploy_slow(slow, 4)
+        with step("joint budgets against equal ones"):
+            found = slow_host.compare(self.operator, self.endpoint, rank, "joint")
+            assert found.slow < found.healthy, "the slow host was given no smaller budget"
+        self._end_deployment()
+
+    def _deploy_slow(self, slow: Host, group_size: int) -> str:
+        """Deploy over all hosts; returns the rank on the slow one."""
+        there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+        values = slow_host.settings(self.arguments.bundled, there["ingress"], group_size)
+        self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
+        deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
+        self.endpoint = deployed["endpoint"]
+        ranks = {rank["node_ip"]: name for name, rank in self._ranks().items()}
+        assert set(ranks) == set(WORKERS.values()), ranks
+        return ranks[slow.address]
 
     def _end_deployment(self) -> None:
         with step("dspark stop"):
