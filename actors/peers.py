@@ -82,3 +82,4 @@ class Description:
     order: PolicyOrder | None = None  # the policy it was last told
     assignment: Assignment | None = None  # that it was last told
     revision: int = FIRST  # of the settings it was started with
+    memory_bytes: int = 0  # of its process, resident

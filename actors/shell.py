@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import psutil
+
 from actors import tracing
 from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
@@ -214,6 +216,7 @@ class Shell:
             order=self.peers.order,
             assignment=self.peers.assignment,
             revision=self.revision,
+            memory_bytes=psutil.Process().memory_info().rss,
         )
 
     async def connect(self, peers: Peers) -> None:

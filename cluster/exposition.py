@@ -56,6 +56,7 @@ RANK_SECONDS = (
     ("dspark:compared_step_seconds", "Measured time of the compared steps.", "compared_s"),
     ("dspark:compared_steps", "Steps whose time was foretold.", "num_compared"),
 )
+MEMORY = "Resident memory of the process."
 GROUP_COUNTERS = (
     ("dspark:group_steps", "Steps of the rank's group, its own or others'.", "num_steps"),
     ("dspark:group_collectives", "Collectives the rank has been through.", "num_collectives"),
@@ -157,6 +158,8 @@ def _front(page: Page, name: str, front: dict[str, Any], model: str) -> None:
     prompt, generated = front["num_prompt_tokens"], front["num_generated_tokens"]
     page.counter("vllm:prompt_tokens", "Prompt tokens of ended streams.", prompt, **vllm)
     page.counter("vllm:generation_tokens", "Generated tokens of ended streams.", generated, **vllm)
+    who = {"member": name, "role": "ingress"}
+    page.gauge("dspark:member_memory_bytes", MEMORY, front["memory_bytes"], **who)
     for reason, count in sorted(front["finished"].items()):
         labels = {**vllm, "finished_reason": reason}
         page.counter("vllm:request_success", "Ended streams.", count, **labels)
@@ -170,8 +173,7 @@ def _front(page: Page, name: str, front: dict[str, Any], model: str) -> None:
     unread = front["num_ignored_fields"]
     page.counter("dspark:ignored_fields", "Unknown fields of requests.", unread, ingress=name)
     for key, count in sorted(front["keys"].items()):
-        text = "Requests by the name of their key."
-        page.counter("dspark:key_requests", text, count, ingress=name, key=key)
+        page.counter("dspark:key_requests", "Of each key.", count, ingress=name, key=key)
     unknown = front["num_unknown_keys"]
     page.counter("dspark:unknown_keys", "Requests without a known key.", unknown, ingress=name)
     for key, count in front["dispatch"].items():
@@ -282,6 +284,7 @@ def _members(page: Page, observation: Observation) -> None:
         page.gauge("dspark:member_up", "Ready.", float(member["state"] == "ready"), **who)
         text = "Of the settings it runs; a rollout raises it."
         page.gauge("dspark:member_revision", text, member["revision"], **who)
+        page.gauge("dspark:member_memory_bytes", MEMORY, member["memory_bytes"], **who)
         draining = float(member["state"] == "draining")
         page.gauge("dspark:member_draining", "It takes no new streams.", draining, **who)
         text = "Times it came back after its process had ended."

@@ -89,6 +89,7 @@ class Member:
             "waited_s": last.waited_s if last else 0.0,
             "pid": last.pid if last else 0,
             "node_ip": last.node_ip if last else "",
+            "memory_bytes": last.memory_bytes if last else 0,
             "spec": asdict(last.spec) if last and last.spec else None,
         }
 

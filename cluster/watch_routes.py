@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -42,6 +43,7 @@ def front_snapshot(metrics: FrontMetrics, dispatcher: Dispatcher, keys: KeyRing)
         "streams": dispatcher.describe_streams(),
         "keys": dict(keys.num_requests),
         "num_unknown_keys": keys.num_unknown,
+        "memory_bytes": psutil.Process().memory_info().rss,
     }
 
 

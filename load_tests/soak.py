@@ -5,6 +5,9 @@ temperature 0 and with a seed; afterwards each stream's text must equal that ans
 repeated, reordered and changed tokens alike (it needs a server with `numerics: reproducible`; `--no-compare` checks the
 counts only). At the end the server must be back at its baseline: no stream open, every KV block free, no integrity
 problem.
+
+For an hour with everything: `--seconds 3600 --abort-share 0.1 --disturb-every 300 --disturb 'kill -9 …' --out DIR`. The
+command is whatever a shell can do to the server; DIR gets samples of its metrics, and a picture of them.
 """
 
 from __future__ import annotations
@@ -16,10 +19,17 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+from tqdm import tqdm
+
+from load_tests.record import Record, draw, summary
 
 PROMPTS = (
     "Write a Python function that reverses the words of a sentence.",
@@ -162,11 +172,69 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             for user in range(arguments.streams)
         ]  # fmt: skip
-        await asyncio.gather(*users)
-        elapsed_s = time.monotonic() - started
-        health_url = arguments.url.removesuffix("/").removesuffix("/v1") + "/health"
-        problems = await baseline_problems(client, health_url)
-    return report(outcome, problems, elapsed_s)
+        out = Path(arguments.out) if arguments.out else None
+        async with watched(client, out) as record, disturbed(arguments) as disturbances:
+            bar = asyncio.create_task(show(arguments.seconds, outcome))
+            await asyncio.gather(*users)
+            bar.cancel()
+            elapsed_s = time.monotonic() - started
+            health_url = arguments.url.removesuffix("/").removesuffix("/v1") + "/health"
+            problems = await baseline_problems(client, health_url)
+    found = report(outcome, problems, elapsed_s)
+    if disturbances:
+        found["disturbances"] = dict(Counter(disturbances))
+    if record is not None and out is not None:
+        found |= summary(record)
+        draw(record.samples, out / "soak.png")
+        (out / "report.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+async def show(seconds: float, outcome: Outcome) -> None:
+    """A bar of the time that has passed."""
+    with tqdm(total=round(seconds), desc="soak", unit="s", disable=None) as bar:
+        while True:
+            await asyncio.sleep(1)
+            bar.set_postfix_str(f"{outcome.num_streams} streams, {len(outcome.errors)} errors")
+            bar.update()
+
+
+@asynccontextmanager
+async def watched(client: httpx.AsyncClient, out: Path | None) -> AsyncIterator[Record | None]:
+    """A record of the server's metrics, kept in `out`."""
+    if out is None:
+        yield None
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    record = Record(client, out)
+    task = asyncio.create_task(record.run())
+    try:
+        yield record
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def disturbed(arguments: argparse.Namespace) -> AsyncIterator[list[str]]:
+    """The user's command again and again; the list fills with how each ended ("exit 0", …)."""
+    ends: list[str] = []
+    if not arguments.disturb:
+        yield ends
+        return
+
+    async def disturb() -> None:
+        while True:
+            await asyncio.sleep(arguments.disturb_every)
+            process = await asyncio.create_subprocess_shell(arguments.disturb, stdout=sys.stderr)
+            ends.append(f"exit {await process.wait()}")
+
+    task = asyncio.create_task(disturb())
+    try:
+        yield ends
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def report(outcome: Outcome, problems: list[str], elapsed_s: float) -> dict[str, Any]:
@@ -204,6 +272,13 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=96, help="output tokens a stream")
     parser.add_argument(
         "--abort-share", type=float, default=0.0, help="share of streams cut by the client"
+    )
+    parser.add_argument("--out", default="", metavar="DIR", help="samples, picture and report")
+    parser.add_argument(
+        "--disturb", default="", metavar="COMMAND", help="done to the server while it is under load"
+    )
+    parser.add_argument(
+        "--disturb-every", type=float, default=300.0, metavar="SECONDS", help="default 300"
     )
     parser.add_argument("--no-compare", action="store_true", help="do not compare the texts")
     result = asyncio.run(soak(parser.parse_args()))

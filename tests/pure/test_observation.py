@@ -16,6 +16,7 @@ from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observation, Obser
 from cluster.telemetry import DispatchCounters, FrontMetrics
 
 TARGET = {"name": "target-0", "role": "target", "state": "ready", "num_restarts": 0}
+TARGET |= {"revision": 1, "memory_bytes": 1 << 20}
 
 
 class Supervisor:
@@ -106,6 +107,7 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
             "streams": [],
             "keys": {},
             "num_unknown_keys": 0,
+            "memory_bytes": 5 << 20,
         }
 
     async def ask(name: str, own: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +119,8 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
     tokens = families["vllm:generation_tokens"].samples
     assert {s.labels["engine"]: s.value for s in tokens} == {"ingress-0": 20, "ingress-1": 40}
     assert {s.labels["model_name"] for s in tokens} == {'a "model"'}
+    memory = {s.labels["member"]: s.value for s in families["dspark:member_memory_bytes"].samples}
+    assert memory == {"ingress-0": 5 << 20, "ingress-1": 5 << 20}
     buckets = {
         s.labels["le"]: s.value
         for s in families["vllm:e2e_request_latency_seconds"].samples
