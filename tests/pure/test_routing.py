@@ -298,3 +298,11 @@ def test_members_that_take_no_streams_are_in_the_table_too(book: RouteBook) -> N
         "drafter-0",
         "drafter-1",
     ]
+
+
+def test_a_parked_rank_is_in_the_table_and_gets_no_streams(book: RouteBook) -> None:
+    book.assign(book.assignment.give(["target-1"], -1))
+    book.hear(describe("target-1", "parked"))
+    route = book.table().ranks[1]
+    assert (route.state, route.revision) == ("parked", 1)
+    assert [rank.name for rank in book.peers_of("allocator").ranks] == ["target-0"]
