@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -113,6 +114,12 @@ class AllocatorActor(Shell):
     async def budgets(self) -> tuple[str, list[BudgetRecord]]:
         """This incarnation, and its last budgets with the reports behind them, oldest first."""
         return await self.on_loop(lambda: (self.link.endpoint.epoch, list(self._brain.records)))
+
+    async def foretell(
+        self, units: Sequence[tuple[str, ...]]
+    ) -> list[tuple[int, float | None, float | None]]:
+        """For whoever decides how many units serve; see `core.capacity.Allocator.foretell`."""
+        return await self.on_loop(lambda: self._brain.foretell(units))
 
     def _stats(self) -> dict[str, Any]:
         load = asdict(self._brain.load_view(time.monotonic()))

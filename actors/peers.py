@@ -20,6 +20,7 @@ Phase = Literal[
     "proving",
     "ready",
     "draining",
+    "parked",
     "stopped",
     "failed",
 ]

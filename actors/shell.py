@@ -135,13 +135,13 @@ class Shell:
             seat = self.seat
             who, own_actor = (seat.name, self.role), f"{seat.namespace}/{seat.name}"
             self.link = open_link(self._link_kind, *who, seat.membership, self.host, own_actor)
-            self._learn_settings()
-            self.begin(self.prepare())
-            while not self._stopping.is_set():
-                self._obey()
-                self.turn()
-                self._last_turn = time.monotonic()
-            self.tear_down()
+            if self._learn_settings():
+                self.enter(
+                    "parked"
+                )  # nothing is loaded until another process takes this one's place
+                self._stopping.wait()
+            else:
+                self._take_turns()
             self.enter("stopped")
         except BaseException as error:
             self._fail(error)
@@ -151,12 +151,23 @@ class Shell:
                 self.link.close()
             tracing.flush()
 
-    def _learn_settings(self) -> None:
-        """A process that Ray has started again runs what was rolled out since the first one was made."""
+    def _take_turns(self) -> None:
+        self.begin(self.prepare())
+        while not self._stopping.is_set():
+            self._obey()
+            self.turn()
+            self._last_turn = time.monotonic()
+        self.tear_down()
+
+    def _learn_settings(self) -> bool:
+        """A process that Ray has started again runs what was rolled out since the first one was made; whether it is
+        parked instead."""
         revision = assigned_revision(self.seat, self._stopping)
-        if revision is not None:
-            self.revision = revision.number
-            self.adopt(revision.config)
+        if revision is None:
+            return False
+        self.revision = revision.number
+        self.adopt(revision.config)
+        return revision.is_parked
 
     def _obey(self) -> None:
         while self._commands:

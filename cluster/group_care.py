@@ -15,7 +15,13 @@ from cluster.routing import Member, RouteBook
 log = logging.getLogger(__name__)
 
 FORM_TIMEOUT_S = 2.0
-_ALONE: tuple[Phase, ...] = ("starting", "loading", "stopped", "failed")  # holds up nobody
+_ALONE: tuple[Phase, ...] = (
+    "starting",
+    "loading",
+    "parked",
+    "stopped",
+    "failed",
+)  # holds up nobody
 
 
 class GroupCare:

@@ -15,8 +15,9 @@ from typing import Any
 import ray
 
 from actors.core.rollout import Action, Rollout, Sight, Step
-from actors.core.rollout_plan import Bounds, require_somebody_left, units_of
+from actors.core.rollout_plan import Bounds, Unit, require_somebody_left, units_of
 from actors.engine.base import TargetSpec
+from actors.peers import Description
 from cluster.routing import Member, RouteBook
 from configs.change import require_rollable, restarted_by
 from configs.schema import ClusterConfig
@@ -74,6 +75,7 @@ class RolloutDesk:
         self._settled = settled
         self._rollout: Rollout | None = None
         self._number = 0
+        self._settles = True  # whether all members come to one revision
         self._restarts: set[asyncio.Task[None]] = set()
         self._ended: set[tuple[str, int]] = set()  # (member, process) that was told to stop
 
@@ -85,7 +87,7 @@ class RolloutDesk:
             FixedSettingError: a setting cannot be rolled out; nothing was changed.
             NobodyLeftError: nobody would serve meanwhile.
         """
-        if self._rollout is not None and self._rollout.is_running:
+        if self.is_busy:
             raise RolloutError(
                 "a rollout is under way; wait for its end, or stop it with Ctrl-C there"
             )
@@ -93,20 +95,38 @@ class RolloutDesk:
         for config in assignment.revisions.values():
             require_rollable(config, wish.config)
         due = [m for m in self._book.members.values() if self._is_due(m, wish)]
+        due = [m for m in due if m.state != "parked"]  # they start with what is current then
         drafters = [m.name for m in due if m.role == "drafter"]
         units = units_of(drafters, [m.name for m in due if m.role == "target"], self._groups)
-        open_ranks = {m.name for m in self._ranks if not self._book.is_drained(m.name)}
+        open_ranks = {
+            m.name for m in self._ranks if m.state != "parked" and not self._book.is_drained(m.name)
+        }
         require_somebody_left(units, open_ranks, wish.bounds)
         assignment, self._number = assignment.propose(wish.config)
         self._book.assign(assignment)
-        before = {name: member.revision for name, member in self._book.members.items()}
-        self._rollout = Rollout(units, self._number, before, wish.bounds)
+        self._rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
+        self._settles = True
         log.info(
             "rollout of revision %d: %s", self._number, [u.members for u in units] or "at once"
         )
         if not units:
             await self._settle(wish.config)
         return self.progress()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._rollout is not None and self._rollout.is_running
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: self._book.assignment.number_of(name) for name in self._book.members}
+
+    def scale(self, members: tuple[str, ...], *, is_parked: bool, bounds: Bounds) -> None:
+        """Park these ranks when their streams have gone, or start them again; a rollout of them alone."""
+        assert not self.is_busy
+        current = self._book.assignment.current
+        number, unit = -current if is_parked else current, Unit(members, "target")
+        self._number, self._settles = current, False
+        self._rollout = Rollout([unit], number, self._numbers(), bounds)
 
     def _is_due(self, member: Member, wish: Wish) -> bool:
         """Whether it must start again to run that configuration."""
@@ -132,13 +152,13 @@ class RolloutDesk:
         return {
             "outcome": rollout.outcome,
             "reason": rollout.reason,
-            "revision": rollout.wanted,
+            "revision": abs(rollout.wanted),
             "steps": [_step(step, now) for step in rollout.steps],
         }
 
-    def has_ended(self, name: str, pid: int) -> bool:
+    def has_ended(self, said: Description) -> bool:
         """Whether this process was told to stop, and its end is under way."""
-        return (name, pid) in self._ended
+        return (said.name, said.pid) in self._ended
 
     # --- a round of the supervisor ----------------------------------------------------------------------------------
 
@@ -150,9 +170,9 @@ class RolloutDesk:
         sights = await self._look(rollout)
         for action in rollout.advance(sights, time.monotonic()):
             await self._perform(rollout, action)
-        if rollout.outcome == "done":
+        if rollout.outcome == "done" and self._settles:
             await self._settle(self._book.assignment.revisions[self._number])
-        elif not rollout.is_running:
+        elif not rollout.is_running and rollout.outcome != "done":
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:
@@ -171,6 +191,8 @@ class RolloutDesk:
 
     def _sight(self, member: Member, stats: Mapping[str, Any] | None) -> Sight:
         last = member.last
+        if last is not None and last.phase == "parked":
+            return Sight(True, True, f"{last.node_ip}/{last.pid}", last.revision)
         is_told = last is not None and last.peers_version == self._book.version
         is_up = member.is_usable
         counts: dict[str, Any] = {"num_streams": None if member.role == "target" else 0}

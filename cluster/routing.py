@@ -15,7 +15,7 @@ from configs.policy import PolicyConfig
 from configs.revisions import Assignment
 
 T = TypeVar("T")
-State = Literal["starting", "ready", "draining", "dead"]
+State = Literal["starting", "ready", "draining", "parked", "dead"]
 
 _STATE_OF: dict[Phase, State] = {
     "starting": "starting",
@@ -25,6 +25,7 @@ _STATE_OF: dict[Phase, State] = {
     "proving": "starting",
     "ready": "ready",
     "draining": "draining",
+    "parked": "parked",
     "stopped": "dead",
     "failed": "dead",
 }
@@ -247,7 +248,7 @@ class RouteBook:
 
     def _number_members(self) -> None:
         for member in self.members.values():
-            member.revision = self.assignment.number_of(member.name)
+            member.revision = abs(self.assignment.number_of(member.name))
 
     def _snapshot(self) -> list[tuple[State, Endpoint, str, tuple[str, ...], int]]:
         routes = [member.route for member in self.members.values()]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from actors.core.lockstep import GroupBook
 from actors.core.messages import RoutingTable
 from actors.link import Membership, Role
+from cluster.autoscaler import AutoscaleDesk
 from cluster.group_care import GroupCare
 from cluster.rollout import RolloutDesk, Wish
 from cluster.routing import Member, RouteBook
@@ -75,6 +77,7 @@ class Supervisor:
         self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
         self._desk = RolloutDesk(self._book, groups, self._ask, self._end, self._follow)
+        self._scaling = AutoscaleDesk(self._book, self._desk, groups, self._ask)
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
         self._fronts: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -104,6 +107,7 @@ class Supervisor:
             "num_killed": self._num_killed,
             "is_settled": not self._book.behind(),
             "revision": self._book.assignment.current,
+            "autoscale": asdict(self._scaling.last) if self._scaling.last else None,
             "members": [member.describe() for member in self._book.members.values()],
         }
 
@@ -138,8 +142,6 @@ class Supervisor:
             "told": [name for name, ok in told.items() if ok],
             "late": [name for name, ok in told.items() if not ok],
         }
-
-    # --- revisions --------------------------------------------------------------------------------------------------
 
     async def settings(self) -> dict[str, Any]:
         """The configuration that all members have come to, with the policy they follow now."""
@@ -176,8 +178,6 @@ class Supervisor:
         """All members have come to this configuration."""
         if config.policy != self._policy:
             await self._command(config.policy)
-
-    # --- observing --------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""
@@ -244,6 +244,7 @@ class Supervisor:
                 await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
                 await asyncio.gather(*(care.look() for care in self._groups))
                 await self._desk.advance()
+                await self._scaling.look()
             except Exception:
                 log.exception("a round of the supervisor failed")
             await asyncio.sleep(max(0.0, started + PING_INTERVAL_S - time.monotonic()))
@@ -264,8 +265,7 @@ class Supervisor:
             member.heard_at_s = time.monotonic()
             if member.is_usable and description.turn_age_s > self._hang_after_s:
                 self._kill(member, f"its loop stood still for {description.turn_age_s:.0f} s")
-            was_told = self._desk.has_ended(member.name, description.pid)
-            if description.phase == "stopped" and not was_told:
+            if description.phase == "stopped" and not self._desk.has_ended(description):
                 self._kill(member, "it was stopped, by a supervisor that is no more")
 
     def _kill(self, member: Member, cause: str) -> None:

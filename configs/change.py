@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from configs.autoscale import AutoscaleConfig
 from configs.load import describe
 from configs.policy import PolicyConfig
 from configs.schema import ClusterConfig
@@ -30,6 +31,8 @@ ON_RESTART: dict[str, frozenset[Restarted]] = {
     "drafter.draft_top_k": _RANKS | _DRAFTERS,  # ranks measure their steps with it
     "drafter.max_wait_ms": _RANKS,
     "policy.explain_rounds": _RANKS,
+    # The supervisor reads them anew all the time.
+    **{f"autoscale.{name}": frozenset() for name in AutoscaleConfig.model_fields},
     **dict.fromkeys(
         (
             *("target.dispatch", "target.rebalance_steps", "target.redundant_experts"),

@@ -12,10 +12,14 @@ FIRST = 1  # what the cluster was started with
 
 @dataclass(frozen=True)
 class Revision:
-    """One configuration; numbers rise."""
+    """One configuration; numbers rise. A negative one: the member is parked, with the settings of that number."""
 
     number: int
     config: ClusterConfig
+
+    @property
+    def is_parked(self) -> bool:
+        return self.number < 0
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Assignment:
         version: rises with every change; a newer one replaces an older one.
         current: the newest revision that all members have come to.
         revisions: those that are in use, by number.
-        numbers: of the revision of each member that runs another one than the current.
+        numbers: of the revision of each member that runs another one than the current; negative where it is parked.
         drained: members that shall take nothing new, by order of the operator.
     """
 
@@ -49,7 +53,7 @@ class Assignment:
     def of(self, member: str) -> Revision:
         """What this member shall start with."""
         number = self.number_of(member)
-        return Revision(number, self.revisions[number])
+        return Revision(number, self.revisions[abs(number)])
 
     @property
     def config(self) -> ClusterConfig:
@@ -70,7 +74,10 @@ class Assignment:
 
     def settle(self, number: int) -> Assignment:
         """All members have come to that revision: forget what nobody runs any more."""
-        return replace(self, current=number, numbers={}, revisions={number: self.revisions[number]})
+        parked = {name: -number for name, old in self.numbers.items() if old < 0}
+        return replace(
+            self, current=number, numbers=parked, revisions={number: self.revisions[number]}
+        )
 
     def drain(self, members: Iterable[str], *, is_drained: bool) -> Assignment:
         """These members shall take nothing new, or shall again."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from configs.access import key_conflicts
+from configs.autoscale import AutoscaleConfig
 from configs.calibration import CalibrationConfig
 from configs.ingress import IngressConfig
 from configs.machine import multiplies_bfloat16
@@ -122,6 +123,9 @@ class ClusterConfig(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="Verification budgets.")
     calibration: CalibrationConfig = Field(
         default_factory=CalibrationConfig, description="Confidences kept true while serving."
+    )
+    autoscale: AutoscaleConfig = Field(
+        default_factory=AutoscaleConfig, description="How many ranks serve."
     )
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="HTTP front.")
     link: LinkConfig = Field(default_factory=LinkConfig, description="Hot messages between actors.")

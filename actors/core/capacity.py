@@ -5,7 +5,9 @@ Advisory: a rank without a fresh budget decides by its own `local_policy.LocalPo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.core.budget_solver import BudgetSolver, EachAlone, RankView
@@ -251,15 +253,40 @@ class Allocator:
         A rank that asks no blocks for its requests (drafting is paused) asks none for one more. Requests that wait
         share the rank with those that run, so they lengthen everyone's share alike.
         """
-        report, queued = rank.report, (running + waiting + 1) / (running + 1)
-        curve = rank.times.curve
+        return self._tpot_s(rank, running + 1) * (running + waiting + 1) / (running + 1)
+
+    @staticmethod
+    def _tpot_s(rank: _Rank, num_requests: int) -> float:
+        """The same where `num_requests` run and each asks as much as those that run now."""
+        report, curve = rank.report, rank.times.curve
         if curve is None:
             served = report.step_time_s + report.draft_wait_s if report else 0.0
-            return served / rank.committed_per_round * queued
+            return served / rank.committed_per_round
         per_request, drafted = 1.0 + curve.gamma, 1.0
-        if report and running:
-            per_request = (report.batch_tokens - report.num_prefill_tokens) / running
-            drafted = int(report.num_proposed.max(initial=0)) / running
-        num_drafting = round(drafted * (running + 1))
-        round_s = float(rank.times.round_time_s_at(per_request * (running + 1), num_drafting))
-        return round_s / rank.committed_per_round * queued
+        if report and report.num_requests:
+            per_request = (report.batch_tokens - report.num_prefill_tokens) / report.num_requests
+            drafted = int(report.num_proposed.max(initial=0)) / report.num_requests
+        num_drafting = round(drafted * num_requests)
+        round_s = float(rank.times.round_time_s_at(per_request * num_requests, num_drafting))
+        return round_s / rank.committed_per_round
+
+    def foretell(
+        self, units: Sequence[tuple[str, ...]]
+    ) -> list[tuple[int, float | None, float | None]]:
+        """Of each unit (a rank, or a group): its streams, and the seconds between two tokens of one more of them:
+        now, and if one unit fewer carried the streams of all. None: there is no curve to tell by."""
+        loads = [[self._load(n, r, 0.0) for n in u if (r := self._ranks.get(n))] for u in units]
+        counts = [sum(load.num_running + load.num_waiting for load in of_unit) for of_unit in loads]
+        told: list[tuple[int, float | None, float | None]] = []
+        for unit, of_unit, count in zip(units, loads, counts, strict=True):
+            ranks = [self._ranks[load.rank] for load in of_unit]
+            if len(ranks) < len(unit) or any(rank.times.curve is None for rank in ranks):
+                told.append((count, None, None))
+                continue
+            now_s = max(load.predicted_tpot_s for load in of_unit)
+            fewer_s = None
+            if len(units) > 1:
+                a_rank = math.ceil(sum(counts) / (len(units) - 1) / len(unit)) + 1
+                fewer_s = max(self._tpot_s(rank, a_rank) for rank in ranks)
+            told.append((count, now_s, fewer_s))
+        return told

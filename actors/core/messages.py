@@ -275,7 +275,7 @@ class RankRoute:
     """One member as the supervisor knows it. A new incarnation has another `endpoint.epoch`."""
 
     endpoint: Endpoint
-    state: Literal["starting", "ready", "draining", "dead"]
+    state: Literal["starting", "ready", "draining", "parked", "dead"]
     reason: str = ""  # why it is not ready, for /health
     warning: str = ""  # what a user should know of a rank that serves all the same
     integrity_problems: tuple[str, ...] = ()  # what its last idle check found left behind

@@ -146,7 +146,6 @@ class Rank:
 
     def give_up(self, why: str) -> Outgoing:
         """Between two steps: give all requests back to their ingresses, which go on with them elsewhere."""
-        assert self._in_flight is None, "a step is under way"
         return [*self._deltas(self.book.give_up(why)), *self.book.drafts.flush()]
 
     # --- a step -----------------------------------------------------------------------------------------------------

@@ -202,6 +202,7 @@ def _status_here(address: str) -> dict[str, Any]:
                 "version": deployment.version,
                 "uptime_s": time.time() - deployment.deployed_at_s,
                 "is_settled": state["is_settled"],
+                "autoscale": state["autoscale"],
                 "members": [
                     {name: member[name] for name in (*TARGET_COLUMNS, "last_failure", "pid")}
                     for member in state["members"]
@@ -217,10 +218,12 @@ def _describe(report: dict[str, Any]) -> str:
     ready = sum(member["state"] == "ready" for member in members)
     columns = [name for name in TARGET_COLUMNS if any(member[name] for member in members)]
     rows = [[str(member[name]) for name in columns] for member in members]
+    scaling = report.get("autoscale")
+    why = f"\nautoscale {scaling['kind']}: {scaling['why']}" if scaling else ""
     return "\n\n".join(
         [
             f"endpoint  {report['endpoint']}\nmodel     {report['model']} ({report['numerics']})\n"
-            f"ready     {ready} of {len(members)} parts",
+            f"ready     {ready} of {len(members)} parts{why}",
             _node_table(report["nodes"]),
             table([name.removeprefix("num_") for name in columns], rows),
         ]

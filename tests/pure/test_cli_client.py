@@ -52,7 +52,9 @@ def endpoint(
         return httpx.Response(200, json={"data": [{"id": MODEL}]})
     if request.url.path == "/health":
         rank = {"name": "target-0", "state": "ready", "num_running": 0}
-        return httpx.Response(503, json={"status": "unavailable", "ranks": [rank]})
+        other = {"name": "drafter-0", "state": "ready", "revision": 2}
+        health = {"status": "unavailable", "ranks": [rank], "others": [other]}
+        return httpx.Response(503, json=health)
     body = json.loads(request.content)
     on = body["dspark"]["speculation"]
     counts = usage(6, 2, 4) if on else usage(6, 6, 0)
@@ -168,6 +170,7 @@ def test_status_shows_a_cluster_that_is_not_ready(
         report = json.loads(capsys.readouterr().out)
     assert "unavailable" in text
     assert "target-0" in text
+    assert ["drafter-0", "ready", "2"] in [line.split() for line in text.splitlines()]
     assert report["running"]
     assert report["health"]["ranks"][0]["name"] == "target-0"
 

@@ -29,6 +29,7 @@ def wanted(*settings: str) -> ClusterConfig:
     ("setting", "roles"),
     [
         ("policy.name=none", set()),
+        ("autoscale.enabled=true", set()),
         ("target.max_running=3", {"target"}),
         ("calibration.online=false", {"target"}),
         ("model.drafter=ngram", {"drafter"}),
@@ -123,3 +124,12 @@ def test_drained_members_are_named_until_they_are_let_go() -> None:
     drained = Assignment.first(config()).drain(["a", "b"], is_drained=True)
     assert drained.drained == {"a", "b"}
     assert drained.drain(["a"], is_drained=False).settle(1).drained == {"b"}
+
+
+def test_a_parked_member_keeps_its_place_and_starts_with_what_is_current_then() -> None:
+    known, number = Assignment.first(config()).propose(config(max_running=7))
+    parked = known.give(["target-1"], -1)
+    assert parked.of("target-1") == Revision(-1, config()) and parked.of("target-1").is_parked
+    settled = parked.settle(number)
+    assert settled.of("target-1") == Revision(-2, config(max_running=7))
+    assert not settled.give(["target-1"], 2).of("target-1").is_parked

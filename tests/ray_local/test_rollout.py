@@ -157,3 +157,30 @@ def test_a_group_restarts_as_a_whole_and_only_where_a_pause_is_allowed(local_ray
         assert [group.stats()[f"target-{i}"]["max_running"] for i in range(2)] == [7, 7]
     finally:
         launcher.shutdown()
+
+
+def test_ranks_are_parked_and_started_by_what_a_token_takes_and_no_stream_breaks(
+    start_cluster: Any, make_config: Any, open_client: Callable[..., Any]
+) -> None:
+    patient = {"up_after_s": 0.0, "down_after_s": 2.0, "cooldown_s": 0.0}
+    slow = {"enabled": True, "target_tpot_ms": 10_000.0, **patient}
+    cluster: Cluster = start_cluster(make_config(2, 1, autoscale=slow))
+    client = open_client(cluster)
+    client.submit("kept", PROMPT, 800, rank=0)
+    before = cluster.routing().ranks[0].endpoint
+    cluster.until(lambda: cluster.status("target-1")["state"] == "parked", WITHIN_S)
+    assert cluster.ask("stats").keys() & {"target-0", "target-1"} == {"target-0"}
+    assert cluster.ask("status")["autoscale"]["kind"] == "keep"
+    client.finish("kept")
+    assert client.tokens("kept") == stream_after(PROMPT, 800)
+    # One token may take next to nothing now: even an idle rank is too slow.
+    settings = cluster.ask("settings")
+    fast = {**settings["autoscale"], "target_tpot_ms": 0.001}
+    config = ClusterConfig.model_validate({**settings, "autoscale": fast})
+    assert roll(cluster, config)["steps"] == []
+    cluster.until(lambda: is_there(cluster), WITHIN_S)
+    ranks = cluster.routing().ranks
+    assert [route.state for route in ranks] == ["ready", "ready"] and ranks[0].endpoint == before
+    client.submit("after", PROMPT, 100, rank=1)
+    client.finish("after")
+    assert client.tokens("after") == stream_after(PROMPT, 100)

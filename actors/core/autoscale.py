@@ -1,0 +1,114 @@
+"""How many units (ranks, or groups of them) serve: by the predicted time per token, not by the length of a queue.
+
+What a unit costs is known from its measured curve: the allocator foretells the time between two tokens of one more
+stream as it is now, and as it would be if one unit fewer carried the same streams. The first decides when a parked unit
+is started, the second when one is parked. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class UnitLoad:
+    """One unit now. Times are predicted seconds between two tokens of a stream that came in addition."""
+
+    members: tuple[str, ...]
+    state: Literal["serving", "parked", "changing"]  # changing: it starts, drains or is away
+    num_streams: int = 0  # that run or wait there
+    tpot_s: float | None = None  # None: not known yet
+    tpot_with_fewer_s: float | None = None  # where one serving unit fewer carried all streams
+
+
+@dataclass(frozen=True)
+class ScaleLimits:
+    """When to change.
+
+    Attributes:
+        target_tpot_s: what a stream shall wait for a token at most.
+        park_share: a unit is parked only when the others would stay below this share of that.
+        up_after_s, down_after_s: so long without a break it must be too slow, or fast enough with fewer.
+        cooldown_s: after a change nothing is changed for so long: the streams must spread first.
+        min_units: so many serve always.
+    """
+
+    target_tpot_s: float
+    park_share: float
+    up_after_s: float
+    down_after_s: float
+    cooldown_s: float
+    min_units: int
+
+
+@dataclass(frozen=True)
+class ScaleDecision:
+    """What to do now, and why, for people."""
+
+    kind: Literal["keep", "start", "park"]
+    why: str
+    members: tuple[str, ...] = ()
+
+
+class Autoscaler:
+    """Keeps in mind since when it has been too slow, or fast enough with fewer."""
+
+    def __init__(self, limits: ScaleLimits) -> None:
+        self.limits = limits
+        self._slow_since: float | None = None
+        self._spare_since: float | None = None
+        self._changed_at: float | None = None
+
+    def decide(self, units: Sequence[UnitLoad], now: float) -> ScaleDecision:
+        """What to do with these units, in the order of their numbers, at `now` (seconds)."""
+        limits = self.limits
+        if any(unit.state == "changing" for unit in units):
+            self._slow_since = self._spare_since = None
+            return ScaleDecision("keep", "a unit starts, drains or is away")
+        serving = [unit for unit in units if unit.state == "serving"]
+        parked = [unit for unit in units if unit.state == "parked"]
+        if len(serving) < limits.min_units and parked:
+            return self._change("start", parked[0], f"{limits.min_units} units serve always", now)
+        known = [unit.tpot_s for unit in serving if unit.tpot_s is not None]
+        if len(known) < len(serving) or not known:
+            return ScaleDecision("keep", "the time per token is not known of every unit")
+        # New streams go to the fastest: it is too slow only when that one is.
+        fastest_s, target_s = min(known), limits.target_tpot_s
+        fewer_s = max(
+            float("inf") if u.tpot_with_fewer_s is None else u.tpot_with_fewer_s for u in serving
+        )
+        spare = len(serving) > limits.min_units and fewer_s < limits.park_share * target_s
+        self._slow_since = _since(self._slow_since, fastest_s > target_s, now)
+        self._spare_since = _since(self._spare_since, spare, now)
+        told = f"a token takes {_ms(fastest_s)}, the target is {_ms(target_s)}"
+        if self._changed_at is not None and now - self._changed_at < limits.cooldown_s:
+            return ScaleDecision("keep", f"{told}; the last change was a moment ago")
+        if self._slow_since is not None and now - self._slow_since >= limits.up_after_s:
+            if parked:
+                return self._change("start", parked[0], told, now)
+            return ScaleDecision("keep", f"{told}; no unit is parked")
+        if self._spare_since is not None and now - self._spare_since >= limits.down_after_s:
+            # The last of the emptiest: numbers stay dense, and few streams must move.
+            unit = min(reversed(serving), key=lambda unit: unit.num_streams)
+            return self._change("park", unit, f"{told}; with one fewer {_ms(fewer_s)}", now)
+        return ScaleDecision("keep", told)
+
+    def _change(
+        self, kind: Literal["start", "park"], unit: UnitLoad, why: str, now: float
+    ) -> ScaleDecision:
+        self._changed_at = now
+        self._slow_since = self._spare_since = None
+        return ScaleDecision(kind, why, unit.members)
+
+
+def _since(before: float | None, holds: bool, now: float) -> float | None:
+    """Since when it has held without a break."""
+    if not holds:
+        return None
+    return now if before is None else before
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
