@@ -206,7 +206,7 @@ class Load:
         self, request: Request, token_ids: list[int], stream: str = "", **more: Any
     ) -> Event:
         """One response to its end, whatever that is; what `History` calls an end."""
-        body, usage = request.body(self.model, **more), {}
+        body, usage = request.body(self.model, **more), dict[str, Any]()
         try:
             async with self._http.stream("POST", "/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:

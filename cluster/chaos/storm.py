@@ -67,7 +67,7 @@ async def storm(
         load.begin(weather.streams)
         await _until_loaded(load, weather.streams)
         injector = Injector(view, load, history, crowd=CROWD * weather.streams)
-        await _strike(faults, injector, load, weather, progress)
+        await strike_all(faults, injector, load, weather, progress)
         await load.finish()
         for what in await view.leaks(before):
             history.note("leak", what=what)
@@ -84,7 +84,7 @@ async def _until_loaded(load: Load, num_streams: int) -> None:
         await asyncio.sleep(TICK_S)
 
 
-async def _strike(
+async def strike_all(
     faults: Sequence[Fault],
     injector: Injector,
     load: Load,
