@@ -17,7 +17,10 @@ from tests.http.harness import MODEL, launched
 MESSAGES: Any = [{"role": "user", "content": "The fox"}]
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yz"]}},
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"enum": ["x", "yz"]},
+    },
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -111,7 +114,7 @@ async def test_lengths_and_ends(ask: Asker) -> None:
     endless = await ask.complete(**to_end, extra_body={"ignore_eos": True})
     assert endless.choices[0].finish_reason == "length"
     assert endless.usage.completion_tokens == NUM_TOKENS
-    short = await ask.chat(max_tokens=openai.NOT_GIVEN, max_completion_tokens=4)
+    short = await ask.chat(max_tokens=None, max_completion_tokens=4)
     assert short.usage.completion_tokens == 4 and short.choices[0].finish_reason == "length"
     greedy = await ask.completed()
     stop = greedy[11:13]
@@ -140,7 +143,8 @@ async def test_log_probabilities(ask: Asker) -> None:
     entries = chat.choices[0].logprobs.content
     assert len(entries) == chat.usage.completion_tokens == NUM_TOKENS
     assert all(e.logprob == e.top_logprobs[0].logprob <= 0 for e in entries)  # greedy
-    done = await ask.complete(logprobs=1, extra_body={"dspark": {"logprobs": "processed"}})
+    only = {"top_k": 1, "dspark": {"logprobs": "processed"}}
+    done = await ask.complete(logprobs=1, temperature=1.0, extra_body=only)
     assert set(done.choices[0].logprobs.token_logprobs) == {0.0}  # nothing else could come
 
 
