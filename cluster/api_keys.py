@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.api_errors import ApiError
+from configs.schema import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -129,3 +130,18 @@ class KeyRing:
             )
         self.num_requests[account.limits.name] += 1
         return account
+
+
+def key_limits(config: ClusterConfig) -> list[KeyLimits]:
+    """The configured keys as one replica counts them: each replica gets an equal part of what a key may use."""
+    replicas = config.ingress.num_replicas
+    places = config.target.num_ranks * config.target.max_running
+    return [
+        KeyLimits(
+            key.name,
+            key.sha256,
+            key.requests_per_minute / replicas,
+            max(1, int(key.max_share * places / replicas)) if key.max_share < 1 else 0,
+        )
+        for key in config.ingress.api_keys
+    ]

@@ -16,7 +16,7 @@ import httpx
 from actors import tracing
 from actors.core.messages import RoutingTable
 from actors.link import Link, open_link
-from cluster.api_keys import KeyLimits, KeyRing
+from cluster.api_keys import KeyRing, key_limits
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.explanations import AskRanks
 from cluster.ingress import Front, build_app
@@ -56,7 +56,7 @@ def run_ingress(config: ClusterConfig) -> str:
     Raises:
         IngressStartError: the port is taken, or the replicas do not come up.
     """
-    if config.ingress.host not in ("127.0.0.1", "localhost", "::1") and not config.ingress.api_keys:
+    if not config.ingress.is_loopback and not config.ingress.api_keys:
         logger.warning(
             "ingress.host=%s can be reached from other machines and ingress.api_keys names no key: "
             "everybody who reaches it may use it",
@@ -277,23 +277,11 @@ def make_front(
         Dispatcher(link, routing, limits),
         ingress.request_timeout_s,
         ask_ranks,
-        Access(KeyRing(key_limits(config)), ingress.cors_origins, ingress.max_body_bytes),
+        Access(
+            KeyRing(key_limits(config)),
+            ingress.cors_origins,
+            ingress.max_body_bytes,
+            ingress.host_names,
+        ),
         ask_cluster,
     )
-
-
-def key_limits(config: ClusterConfig) -> list[KeyLimits]:
-    """The configured keys as one replica counts them: each replica gets an equal part of what a key may use."""
-    replicas, places = (
-        config.ingress.num_replicas,
-        config.target.num_ranks * config.target.max_running,
-    )
-    return [
-        KeyLimits(
-            key.name,
-            key.sha256,
-            key.requests_per_minute / replicas,
-            max(1, int(key.max_share * places / replicas)) if key.max_share < 1 else 0,
-        )
-        for key in config.ingress.api_keys
-    ]

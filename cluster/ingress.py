@@ -11,7 +11,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,6 +24,7 @@ from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, ErrorAnswer, Explanation, explain
+from cluster.host_guard import guard
 from cluster.intake import Intake
 from cluster.jobs import Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
@@ -219,14 +219,7 @@ class Front:
 def build_app(front: Front, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """The ASGI application over `front`; starting and stopping its dispatcher is for `lifespan` or the caller."""
     app = FastAPI(title="dspark-cluster", docs_url=None, redoc_url=None, lifespan=lifespan)
-    if front.access.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(front.access.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
-            expose_headers=["retry-after"],
-        )
+    guard(app, front.access)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", front.chat),
         ("POST", "/v1/completions", front.completion),

@@ -20,7 +20,7 @@ REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     "400": "A field is wrong; the error names it, its value and the remedy.",
     "401": "A key is needed.",
-    "403": "A page of another origin may not call.",
+    "403": "A page of another origin, or a host name that is not ours.",
     "404": "No such model.",
     "413": "The body is too large.",
     "422": "A schema, expression or grammar that cannot be followed.",

@@ -44,6 +44,7 @@ class Access:
     keys: KeyRing = field(default_factory=KeyRing)
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+    host_names: tuple[str, ...] | None = None  # that requests may be for; None: any
 
     def check_origin(self, origin: str | None, host: str | None) -> None:
         """Refuse a page of another site: a browser sends some of its requests without asking first (CORS).

@@ -17,6 +17,11 @@ from tokenizers import Tokenizer
 
 # A character is at most four bytes, hence four byte tokens: a longer unfinished tail is not a half character.
 MAX_HELD_TOKENS = 8
+# What a template, which is a program, may do with the messages and arguments of a client.
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError),
+    *(ArithmeticError, AttributeError, RecursionError),
+)
 
 
 class ModelFilesError(ValueError):
@@ -207,7 +212,7 @@ class TextCodec:
                     "add_generation_prompt": True,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -66,6 +66,12 @@ class IngressConfig(Section):
         strict=False,
         description="Origins whose pages a browser lets call the endpoint; none = CORS is off.",
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Names by which the endpoint may be called, beside localhost and addresses; none = no other where "
+        "host is loopback, any elsewhere; * = any.",
+    )
     tool_parser: Literal["hermes", "json"] = Field(
         "hermes",
         description="How the model writes tool calls: hermes = <tool_call> tags; json = nothing but an object.",
@@ -74,6 +80,19 @@ class IngressConfig(Section):
         "auto",
         description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
     )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def host_names(self) -> tuple[str, ...] | None:
+        """Host names that requests may be for, addresses aside; None: any."""
+        is_open = not self.allowed_hosts and not self.is_loopback
+        if is_open or "*" in self.allowed_hosts:
+            return None
+        return (*self.allowed_hosts, "localhost")
 
     def endpoint(self, address: str = "127.0.0.1") -> str:
         """The URL of the API for a client; `address` is one at which a wildcard host is reached."""

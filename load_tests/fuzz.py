@@ -26,6 +26,7 @@ from load_tests.fuzz_requests import Attempt, attempts
 from load_tests.soak import baseline_problems
 
 SHOWN_PROBLEMS = 20
+LAWFUL_ENDS = ("request_timeout", "shutting_down")
 UNNAMED = ("invalid_json", "body_too_large", "not_found", "method_not_allowed", "overloaded")
 
 
@@ -94,8 +95,10 @@ def _problem_with_stream(text: str) -> str:
         return f"a stream with something else than data in it: {text[:300]}"
     if events[-1] == "data: [DONE]":
         return ""
-    ended = json.loads(events[-1].removeprefix("data: "))
-    return "" if "error" in ended else f"a stream that ends without a word: {text[-300:]}"
+    error = json.loads(events[-1].removeprefix("data: ")).get("error")
+    if error is None:
+        return f"a stream that ends without a word: {text[-300:]}"
+    return "" if error["code"] in LAWFUL_ENDS else f"a stream that failed: {error}"
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -7,8 +7,7 @@ import hashlib
 import pytest
 
 from cluster.api_errors import ApiError
-from cluster.api_keys import KeyLimits, KeyRing
-from cluster.app import key_limits
+from cluster.api_keys import KeyLimits, KeyRing, key_limits
 from configs.schema import ClusterConfig
 
 

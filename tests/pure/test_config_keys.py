@@ -51,3 +51,20 @@ def test_a_bad_key_is_refused_without_showing_it(keys: object, says: str, tmp_pa
     with pytest.raises(ConfigError, match=says) as caught:
         load(str(path), environment={})
     assert caught.value.field == "ingress.api_keys" and "sk-very-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed_hosts", "names"),
+    [
+        ("127.0.0.1", (), ("localhost",)),
+        ("::1", ("box.example",), ("box.example", "localhost")),
+        ("0.0.0.0", (), None),
+        ("0.0.0.0", ("box.example",), ("box.example", "localhost")),
+        ("127.0.0.1", ("*",), None),
+    ],
+)
+def test_host_names_are_open_only_where_others_reach_the_endpoint(host, allowed_hosts, names):
+    ingress = ClusterConfig.model_validate(
+        {"ingress": {"host": host, "allowed_hosts": allowed_hosts}}
+    ).ingress
+    assert ingress.host_names == names

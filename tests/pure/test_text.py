@@ -155,6 +155,26 @@ def test_template_refusals_and_escapes_are_typed_errors(tmp_path):
         TextCodec.from_directory(tmp_path).render_chat([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{{ 1 // x }}", 0),
+        ("{% for i in range(x) %}{% endfor %}", 10**30),
+        ("{{ raise_exception('no') }}", {"raise_exception": 3}),
+        ("{{ x | tojson }}", {1: {2}}),
+        ("{{ '%d' | format(x) }}", "a"),
+        ("{{ x.y.z }}", 1),
+    ],
+)
+def test_a_template_that_breaks_on_its_arguments_is_a_typed_error(tmp_path, template, value):
+    codec = TextCodec.from_directory(
+        written(tmp_path, tokenizer_config={"chat_template": template})
+    )
+    arguments = value if "raise_exception" in template else {"x": value}
+    with pytest.raises(ChatTemplateError):
+        codec.render_chat([{"role": "user", "content": "a"}], arguments)
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(ModelFilesError, match=r"no tokenizer\.json"):
         TextCodec.from_directory(tmp_path)
