@@ -79,8 +79,8 @@ def test_only_drafters_trained_alike_are_compared() -> None:
     every = [
         entrant("dspark", "dspark", old),
         entrant("dspark@compared", "dspark", young),
-        entrant("dflash", "dflash", young),
         entrant("dflash@run-deep", "dflash", young, 4),
+        entrant("dflash", "dflash", young),
         entrant("unknown", "eagle3", None),
         entrant("eagle3", "eagle3", (640, 101)),
     ]

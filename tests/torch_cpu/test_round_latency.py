@@ -37,7 +37,8 @@ def test_the_process_drafts_what_its_engine_drafts_at_every_length(folder: Path)
     commits = trial_commit(NAMES, 0, 10, features, sampling)
     with DrafterProcess(folder / "drafter", folder, LENGTHS, torch.float32) as process:
         for gamma in LENGTHS:
-            found = process.advance(gamma, commits)
+            found, processor_s = process.advance(gamma, commits)
+            assert processor_s > 0
             own = engine_of_length(model, gamma, torch.float32).advance(commits)
             assert own is not None
             assert found.draft_token_ids.shape == (2, gamma)
@@ -55,12 +56,13 @@ def test_growth_is_of_each_repeat_and_not_of_the_drift_between_them() -> None:
     """Every repeat is twice as slow as the one before; a longer block always adds a tenth."""
     whole = [1.0, 2.0, 4.0, 8.0]
     turns = {
-        4: [Turn(0.1 * s, 0.8 * s, s) for s in whole],
-        7: [Turn(0.1 * s, 0.8 * s, s) for s in whole],
-        16: [Turn(0.2 * s, 0.8 * s, 1.1 * s) for s in whole],
+        4: [Turn(0.1 * s, 0.8 * s, s, 2 * s) for s in whole],
+        7: [Turn(0.1 * s, 0.8 * s, s, 2 * s) for s in whole],
+        16: [Turn(0.2 * s, 0.8 * s, 1.1 * s, 2.4 * s) for s in whole],
     }
     report = Latency(16, 7, turns).report()
     assert report["round_growth"] == {"from": 4, "to": 16, "share": 0.1, "low": 0.1, "high": 0.1}
+    assert report["processor_time_growth"]["share"] == 0.2
     assert report["draft_share_of_round"]["16"] == pytest.approx(0.2 / 1.1, abs=1e-4)
     assert report["round_ms_by_gamma"] == {"4": 3000.0, "7": 3000.0, "16": 3300.0}
     assert "round_growth" not in Latency(16, 1, {1: turns[4]}).report()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +24,13 @@ from actors.engine.weights import embedding_tables
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
+
+
+class Drafted(NamedTuple):
+    """What came back, and the processor seconds of all threads it took there."""
+
+    proposals: ProposalBatch
+    processor_s: float
 
 
 class DrafterProcess:
@@ -58,12 +67,12 @@ class DrafterProcess:
     ) -> None:
         self._end()
 
-    def advance(self, gamma: int, commits: CommitBatch) -> ProposalBatch:
+    def advance(self, gamma: int, commits: CommitBatch) -> Drafted:
         """Return the blocks of `gamma` tokens for these commits; RuntimeError when the process has died."""
         self._connection.send((gamma, commits))
-        proposals = self._receive()
-        assert isinstance(proposals, ProposalBatch)
-        return proposals
+        drafted = self._receive()
+        assert isinstance(drafted, Drafted)
+        return drafted
 
     def _receive(self) -> object:
         try:
@@ -110,4 +119,7 @@ def _serve(
             gamma, commits = connection.recv()
         except EOFError:
             return
-        connection.send(engines[gamma].advance(commits))
+        started = time.process_time()
+        proposals = engines[gamma].advance(commits)
+        assert proposals is not None  # every row wants a block
+        connection.send(Drafted(proposals, time.process_time() - started))

@@ -65,15 +65,18 @@ class Entrant:
 def alike(entrants: Sequence[Entrant]) -> dict[str, Entrant]:
     """Return the largest group that was trained alike and has a DSpark in it; empty without one.
 
-    The first of each kind and head is called by its plain name, others by their own.
+    The first of each kind and head is called by its plain name, one as deep as DSpark before others; the others by
+    their own.
     """
     groups: dict[tuple[int, int], list[Entrant]] = {}
     for entrant in entrants:
         if entrant.trained_on is not None:
             groups.setdefault(entrant.trained_on, []).append(entrant)
     fit = [g for g in groups.values() if len(g) > 1 and any(e.plain == DSPARK for e in g)]
+    group = max(fit, key=len, default=[])
+    depth = next((e.num_layers for e in group if e.plain == DSPARK), 0)
     named: dict[str, Entrant] = {}
-    for entrant in max(fit, key=len, default=[]):
+    for entrant in sorted(group, key=lambda e: e.num_layers != depth):
         named[entrant.name if entrant.plain in named else entrant.plain] = entrant
     return named
 
