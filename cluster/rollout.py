@@ -170,9 +170,12 @@ class RolloutDesk:
         sights = await self._look(rollout)
         for action in rollout.advance(sights, time.monotonic()):
             await self._perform(rollout, action)
+        await self._conclude(rollout)
+
+    async def _conclude(self, rollout: Rollout) -> None:
         if rollout.outcome == "done" and self._settles:
             await self._settle(self._book.assignment.revisions[self._number])
-        elif not rollout.is_running and rollout.outcome != "done":
+        elif rollout.outcome in ("failed", "stopped"):
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:

@@ -48,8 +48,15 @@ class Link(Protocol):
     polling one leaves with the next `poll`, which is woken for it.
     """
 
-    endpoint: Endpoint
-    counters: LinkCounters
+    @property
+    def endpoint(self) -> Endpoint:
+        """Its inbox, as others know it."""
+        ...
+
+    @property
+    def counters(self) -> LinkCounters:
+        """What happened to messages here."""
+        ...
 
     def send(self, to: Endpoint, message: Message) -> None:
         """Send, or drop and count. Never blocks and never raises because of the peer."""

@@ -202,7 +202,7 @@ def _table(path: Path, entry: dict[str, Any], block_size: int) -> Table:
         raise CheckpointError(
             f"{path}: rule={entry.get('rule')!r}: use one of {', '.join(RULES)}; calibrate again"
         )
-    straight = [[] for _ in range(block_size)]
+    straight: list[list[float]] = [[] for _ in range(block_size)]
     try:
         arrays = (
             np.array(values, np.float64)
