@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from actors.core.messages import Endpoint
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Membership, Role
 from configs.change import PolicyOrder
-from configs.revisions import FIRST, Assignment, Revision
+from configs.revisions import FIRST, Assignment
 from configs.schema import TelemetryConfig
 
-log = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S, ASK_INTERVAL_S = 30.0, 0.5  # of a process that wants to know its settings
 Phase = Literal[
     "starting",
     "loading",
@@ -89,26 +84,3 @@ class Description:
     assignment: Assignment | None = None  # that it was last told
     revision: int = FIRST  # of the settings it was started with
     memory_bytes: int = 0  # of its process, resident
-
-
-def assigned_revision(seat: Seat, stopping: threading.Event) -> Revision | None:
-    """What the supervisor wants a restarted actor to run; None in its first process, which has it already."""
-    import ray
-    from ray.exceptions import RayError
-
-    context = ray.get_runtime_context() if ray.is_initialized() else None
-    if context is None or context.get_actor_id() is None:
-        return None
-    if not context.was_current_actor_reconstructed:
-        return None
-    while not stopping.is_set():
-        try:
-            supervisor: Any = ray.get_actor("supervisor", namespace=seat.namespace)
-            found: Revision = ray.get(
-                supervisor.revision_of.remote(seat.name), timeout=ASK_TIMEOUT_S
-            )
-            return found
-        except (ValueError, RayError) as error:  # it may be starting again itself
-            log.warning("%s cannot learn its settings yet: %s", seat.name, error)
-            stopping.wait(ASK_INTERVAL_S)
-    return None

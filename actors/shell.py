@@ -26,8 +26,8 @@ from actors.core.messages import Endpoint, Message
 from actors.engine.base import DrafterSpec, TargetSpec
 from actors.link import Link, Role, open_link
 from actors.link.local import Frames
-from actors.peers import Description, Peers, Phase, Seat, assigned_revision
-from configs.revisions import FIRST
+from actors.peers import Description, Peers, Phase, Seat
+from configs.revisions import FIRST, Revision
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 FAILED_START_VISIBLE_S = 3.0  # so that the starter can read the cause before Ray tries again
 CONTROL_TIMEOUT_S = 30.0
+ASK_INTERVAL_S = 0.5  # between two tries to learn one's settings
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -273,6 +274,27 @@ class Shell:
 def _node_ip() -> str:
     import ray
 
-    if not ray.is_initialized():
-        return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"
+
+
+def assigned_revision(seat: Seat, stopping: threading.Event) -> Revision | None:
+    """What the supervisor wants a restarted actor to run; None in its first process, which has it already."""
+    import ray
+    from ray.exceptions import RayError
+
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.get_actor_id() is None:
+        return None
+    if not context.was_current_actor_reconstructed:
+        return None
+    while not stopping.is_set():
+        try:
+            supervisor: Any = ray.get_actor("supervisor", namespace=seat.namespace)
+            found: Revision = ray.get(
+                supervisor.revision_of.remote(seat.name), timeout=CONTROL_TIMEOUT_S
+            )
+            return found
+        except (ValueError, RayError) as error:  # it may be starting again itself
+            log.warning("%s cannot learn its settings yet: %s", seat.name, error)
+            stopping.wait(ASK_INTERVAL_S)
+    return None
