@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from actors.core.rollout_plan import Bounds, Unit, require_somebody_left, units_
 from actors.engine.base import TargetSpec
 from actors.peers import Description
 from cluster.routing import Member, RouteBook
+from cluster.sight import sight_of
 from configs.change import require_rollable, restarted_by
 from configs.schema import ClusterConfig
 
@@ -57,6 +58,7 @@ class RolloutDesk:
         groups: names of the ranks that step together.
         ask: the supervisor's way to call a member: name, method, timeout in seconds, arguments.
         kill: ends a member's process, so that Ray starts it again.
+        tell: has every member hear what has changed, now: what a supervisor alone knows ends with it.
         settled: called when all members have come to a configuration.
     """
 
@@ -66,16 +68,19 @@ class RolloutDesk:
         groups: Sequence[tuple[str, ...]],
         ask: Ask,
         kill: Callable[[str], None],
+        tell: Callable[[], Awaitable[None]],
         settled: Callable[[ClusterConfig], Awaitable[None]],
     ) -> None:
         self._book = book
         self._groups = groups
         self._ask = ask
         self._kill = kill
+        self._tell = tell
         self._settled = settled
         self._rollout: Rollout | None = None
         self._number = 0
-        self._settles = True  # whether all members come to one revision
+        self._settles = True  # whether all members come to one revision, and whether they have
+        self._is_settled = True
         self._restarts: set[asyncio.Task[None]] = set()
         self._ended: set[tuple[str, int]] = set()  # (member, process) that was told to stop
 
@@ -105,7 +110,7 @@ class RolloutDesk:
         assignment, self._number = assignment.propose(wish.config)
         self._book.assign(assignment)
         self._rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
-        self._settles = True
+        self._settles, self._is_settled = True, False
         log.info(
             "rollout of revision %d: %s", self._number, [u.members for u in units] or "at once"
         )
@@ -126,6 +131,7 @@ class RolloutDesk:
         current = self._book.assignment.current
         number, unit = -current if is_parked else current, Unit(members, "target")
         self._number, self._settles = current, False
+        self._is_settled = True
         self._rollout = Rollout([unit], number, self._numbers(), bounds)
 
     def _is_due(self, member: Member, wish: Wish) -> bool:
@@ -149,8 +155,9 @@ class RolloutDesk:
         rollout, now = self._rollout, time.monotonic()
         if rollout is None:
             return {"outcome": "none", "reason": "", "revision": 0, "steps": []}
+        is_over = rollout.outcome != "done" or self._is_settled
         return {
-            "outcome": rollout.outcome,
+            "outcome": rollout.outcome if is_over else "running",
             "reason": rollout.reason,
             "revision": abs(rollout.wanted),
             "steps": [_step(step, now) for step in rollout.steps],
@@ -180,7 +187,9 @@ class RolloutDesk:
 
     async def _settle(self, config: ClusterConfig) -> None:
         self._book.assign(self._book.assignment.settle(self._number))
+        await self._tell()
         await self._settled(config)
+        self._is_settled = True
 
     async def _look(self, rollout: Rollout) -> dict[str, Sight]:
         members = [m for m in self._book.members.values() if m.role != "allocator"]
@@ -190,34 +199,7 @@ class RolloutDesk:
         calls = (self._ask(m.name, "stats", LOOK_TIMEOUT_S) for m in asked)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         stats = {m.name: a for m, a in zip(asked, answers, strict=True) if isinstance(a, dict)}
-        return {m.name: self._sight(m, stats.get(m.name)) for m in members}
-
-    def _sight(self, member: Member, stats: Mapping[str, Any] | None) -> Sight:
-        last = member.last
-        if last is not None and last.phase == "parked":
-            return Sight(True, True, f"{last.node_ip}/{last.pid}", last.revision)
-        is_told = last is not None and last.peers_version == self._book.version
-        is_up = member.is_usable
-        counts: dict[str, Any] = {"num_streams": None if member.role == "target" else 0}
-        if stats is not None:
-            num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reservations"]
-            most = stats["max_running"] + stats["max_waiting"]
-            takes = not self._book.is_drained(member.name)
-            counts = {
-                "num_streams": num_streams,
-                "num_used_blocks": stats["num_blocks"] - stats["num_free_blocks"],
-                "num_free_blocks": stats["num_free_blocks"] if takes else 0,
-                "num_places": max(0, most - num_streams) if takes else 0,
-            }
-        return Sight(
-            is_up=is_up,
-            is_told=is_told,
-            incarnation=f"{last.node_ip}/{last.pid}" if last else "",
-            revision=last.revision if last else 0,
-            failure=member.last_failure,
-            why="" if is_up else member.reason or member.state,
-            **counts,
-        )
+        return {m.name: sight_of(m, self._book, stats.get(m.name)) for m in members}
 
     async def _perform(self, rollout: Rollout, action: Action) -> None:
         book, names = self._book, action.members
@@ -231,6 +213,7 @@ class RolloutDesk:
                         name
                     ].last_failure = ""  # what it says from now on is of the new one
                 book.assign(book.assignment.give(names, action.revision))
+                await self._tell()
             case "move":
                 calls = (self._ask(name, "move_streams", STOP_TIMEOUT_S) for name in names)
                 for name, answer in zip(
@@ -263,7 +246,7 @@ class RolloutDesk:
 
     # --- draining by order ------------------------------------------------------------------------------------------
 
-    def drain(self, name: str, *, is_drained: bool) -> list[str]:
+    async def drain(self, name: str, *, is_drained: bool) -> list[str]:
         """Send nothing new to this rank, or again; of a group to all. Returns whom it concerns.
 
         Raises:
@@ -280,6 +263,7 @@ class RolloutDesk:
                 "`dspark undrain` another one first"
             )
         self._book.assign(self._book.assignment.drain(members, is_drained=is_drained))
+        await self._tell()
         return list(members)
 
     @property

@@ -232,6 +232,10 @@ class RouteBook:
             is_drained=member.role == "target" and self.is_drained(name),
         )
 
+    @property
+    def usable(self) -> list[Member]:
+        return [member for member in self.members.values() if member.is_usable]
+
     def behind(self) -> list[Member]:
         """Members that can be told about the current version and have not taken it over."""
         return [

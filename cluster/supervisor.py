@@ -23,6 +23,7 @@ from cluster.autoscaler import AutoscaleDesk
 from cluster.group_care import GroupCare
 from cluster.rollout import RolloutDesk, Wish
 from cluster.routing import Member, RouteBook
+from cluster.telemetry import FrontShelf
 from configs.change import policy_change
 from configs.policy import PolicyConfig
 from configs.revisions import Assignment, Revision
@@ -35,7 +36,6 @@ PING_TIMEOUT_S = 2.0
 HANG_AFTER_S = 120.0  # the longest step of a large model, with room
 STATS_TIMEOUT_S = 10.0
 OBSERVE_TIMEOUT_S = 2.0  # whoever looks prefers an older number to a late one
-FRONT_FORGOTTEN_S = 30.0  # a silent ingress replica's counters are not told any more
 
 
 class Supervisor:
@@ -76,11 +76,12 @@ class Supervisor:
         self._namespace = namespace
         self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
-        self._desk = RolloutDesk(self._book, groups, self._ask, self._end, self._follow)
+        hands = self._ask, self._end, self._tell_all, self._follow
+        self._desk = RolloutDesk(self._book, groups, *hands)
         self._scaling = AutoscaleDesk(self._book, self._desk, groups, self._ask)
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
-        self._fronts: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._fronts = FrontShelf()
         self._has_asked = asyncio.Event()
 
     async def routing(self, seen: int = -1) -> RoutingTable:
@@ -134,7 +135,7 @@ class Supervisor:
     async def _command(self, policy: PolicyConfig) -> dict[str, Any]:
         order = self._book.command(policy)
         log.info("policy %s, order %d", order.policy.name, order.number)
-        members = [member for member in self._usable if member.role != "drafter"]
+        members = [member for member in self._book.usable if member.role != "drafter"]
         took = await asyncio.gather(*(self._tell(member) for member in members))
         told = {member.name: ok for member, ok in zip(members, took, strict=True)}
         return {
@@ -172,7 +173,7 @@ class Supervisor:
         """See `RolloutDesk.drain`."""
         self._watch()
         await self._has_asked.wait()
-        return self._desk.drain(name, is_drained=is_drained)
+        return await self._desk.drain(name, is_drained=is_drained)
 
     async def _follow(self, config: ClusterConfig) -> None:
         """All members have come to this configuration."""
@@ -181,34 +182,28 @@ class Supervisor:
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""
-        return await self._ask_all(self._usable, "stats", STATS_TIMEOUT_S)
+        return await self._ask_all(self._book.usable, "stats", STATS_TIMEOUT_S)
 
     async def explain(self, response_id: str) -> dict[str, Any]:
         """What every rank says of a response's rounds; {"error": ...} for one that does not answer."""
-        ranks = [member for member in self._usable if member.role == "target"]
+        ranks = [member for member in self._book.usable if member.role == "target"]
         return await self._ask_all(ranks, "explain", STATS_TIMEOUT_S, response_id)
 
     async def publish(self, ingress: str, front: dict[str, Any]) -> None:
         """An ingress replica's counters, for whichever replica is asked about the cluster."""
-        self._fronts[ingress] = time.monotonic(), front
+        self._fronts.note(ingress, front, time.monotonic())
 
     async def observe(self, ingress: str, front: dict[str, Any]) -> dict[str, Any]:
         """Everything the metrics and the live page show; the caller leaves its own counters here."""
         await self.publish(ingress, front)
         status = await self.status()
-        stats = await self._ask_all(self._usable, "stats", OBSERVE_TIMEOUT_S)
-        oldest = time.monotonic() - FRONT_FORGOTTEN_S
-        self._fronts = {n: heard for n, heard in self._fronts.items() if heard[0] >= oldest}
+        stats = await self._ask_all(self._book.usable, "stats", OBSERVE_TIMEOUT_S)
         return {
             "members": status["members"],
             "num_killed": status["num_killed"],
             "stats": stats,
-            "fronts": {name: counters for name, (_, counters) in self._fronts.items()},
+            "fronts": self._fronts.known(time.monotonic()),
         }
-
-    @property
-    def _usable(self) -> list[Member]:
-        return [member for member in self._book.members.values() if member.is_usable]
 
     async def _ask_all(
         self, members: Sequence[Member], method: str, timeout_s: float, *arguments: Any
@@ -241,7 +236,7 @@ class Supervisor:
                     await asyncio.gather(*(self._ping(m) for m in self._book.members.values()))
                 finally:
                     self._has_asked.set()
-                await asyncio.gather(*(self._tell(m) for m in self._book.behind()))
+                await self._tell_all()
                 await asyncio.gather(*(care.look() for care in self._groups))
                 await self._desk.advance()
                 await self._scaling.look()
@@ -277,6 +272,9 @@ class Supervisor:
     def _end(self, name: str) -> None:
         """End its process; Ray starts it again."""
         ray.kill(self._handles[name], no_restart=False)
+
+    async def _tell_all(self) -> None:
+        await asyncio.gather(*(self._tell(member) for member in self._book.behind()))
 
     async def _tell(self, member: Member) -> bool:
         """Whether it has taken over the current version."""

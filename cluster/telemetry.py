@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+FRONT_FORGOTTEN_S = 30.0
 LATENCY_BOUNDS_S = (
     0.001,
     0.0025,
@@ -87,3 +88,19 @@ class DispatchCounters:
     num_late_deltas: int = 0
     num_stray_deltas: int = 0
     num_routing_failures: int = 0
+
+
+class FrontShelf:
+    """Counters of every ingress replica that has left some lately."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def note(self, ingress: str, counters: dict[str, Any], now_s: float) -> None:
+        self._heard[ingress] = now_s, counters
+
+    def known(self, now_s: float) -> dict[str, dict[str, Any]]:
+        """By replica; those of a silent one are not told any more."""
+        oldest = now_s - FRONT_FORGOTTEN_S
+        self._heard = {name: heard for name, heard in self._heard.items() if heard[0] >= oldest}
+        return {name: counters for name, (_, counters) in self._heard.items()}
