@@ -141,7 +141,12 @@ def check_drafter(config: ClusterConfig) -> DrafterCheck:
     said = done.stdout.strip().splitlines()
     if done.returncode:
         wrong = said or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise DrafterMisfitError(f"model.drafter={config.model.drafter!r}: {wrong[-1]}")
+        named = (
+            ""
+            if wrong[-1].startswith("model.drafter")
+            else f"model.drafter={config.model.drafter!r}: "
+        )
+        raise DrafterMisfitError(named + wrong[-1])
     found = json.loads(said[-1])
     return DrafterCheck(tuple(found["taps"]), tuple(found["remarks"]))
 
