@@ -140,7 +140,7 @@ def test_health_says_what_is_wrong_with_each_rank():
     a, b, c = router.describe()
     assert (a["integrity_problems"], a["warning"]) == (["1 lease is open"], "rows depend")
     assert (b["integrity_problems"], b["reason"]) == ([], "out of memory")
-    assert c == {"name": "c", "state": "ready", "integrity_problems": []}
+    assert c == {"name": "c", "state": "ready", "revision": 1, "integrity_problems": []}
 
 
 def test_older_tables_and_views_are_ignored_until_the_allocator_restarts():
