@@ -280,8 +280,7 @@ class Rank:
         ]
 
     def report_idle(self) -> Outgoing:
-        """Tell everybody once that nothing runs here any more: the allocator's picture would keep the last busy step,
-        and a drafter the requests whose `CloseDraft` was lost."""
+        """Tell once that nothing runs here any more: the allocator would keep the last busy step, drafters lost ends."""
         told = self.report is not None and self.report.batch_tokens == 0
         if not self.is_idle or told:
             return []
