@@ -280,7 +280,7 @@ class Rank:
         ]
 
     def report_idle(self) -> Outgoing:
-        """Tell once that nothing runs here any more: the allocator would keep the last busy step, drafters lost ends."""
+        """Tell once that nothing runs any more: the allocator would keep the last busy step, drafters a lost end."""
         told = self.report is not None and self.report.batch_tokens == 0
         if not self.is_idle or told:
             return []
