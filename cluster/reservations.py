@@ -13,6 +13,8 @@ from cluster.streams import StreamJournal
 
 logger = logging.getLogger(__name__)
 
+REPEAT_S = 1.0  # the question or its answer may have been lost, and asking again renews the same reservation
+
 
 @dataclass
 class PendingReservation:
@@ -39,13 +41,15 @@ class ReservationDesk:
         answered = False
         try:
             prompt_len = len(order.prompt_ids) + len(journal.token_ids)
-            self._link.send(
-                to,
-                Reserve(order.request_id, self._link.endpoint, prompt_len, journal.num_remaining),
+            question = Reserve(
+                order.request_id, self._link.endpoint, prompt_len, journal.num_remaining
             )
             # Not wait_for: in Python 3.11 it may swallow the cancellation of a client that leaves just now.
             async with asyncio.timeout(self._timeout_s):
-                reply = await pending.answer
+                while not pending.answer.done():
+                    self._link.send(to, question)
+                    await asyncio.wait((pending.answer,), timeout=REPEAT_S)
+            reply = pending.answer.result()
             answered = reply is not None
             return reply
         except TimeoutError:

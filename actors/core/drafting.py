@@ -82,6 +82,7 @@ class DraftExchange:
         self._drafters: dict[str, DrafterState] = {}
         self._next_index = 0
         self._closing: dict[str, list[str]] = {}
+        self._has_fed = False  # since it last said that no request lives
         self.dropped: Counter[str] = Counter()  # proposal rows by reason
 
     @property
@@ -254,6 +255,7 @@ class DraftExchange:
                 sampling=table.sampling.rows(own),
             )
             out.append((state.endpoint, batch))
+        self._has_fed |= bool(out)
         return out
 
     def _ask(self, slots: Slots, is_whole: Mask, asked: Mask, now: float) -> Mask:
@@ -274,7 +276,10 @@ class DraftExchange:
         request.drafter = None
 
     def forget_all(self, step: int) -> list[tuple[Endpoint, Message]]:
-        """No request lives: tell every drafter once more, in case it missed the end of one. `step`: the next one."""
+        """No request lives: tell the drafters once, in case they missed the end of one. `step`: the next one."""
+        if not self._has_fed:
+            return []
+        self._has_fed = False
         forget = CloseDraft(self._rank.name, (), before_step=step)
         return [*self.flush(), *((state.endpoint, forget) for state in self._drafters.values())]
 

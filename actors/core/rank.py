@@ -280,15 +280,15 @@ class Rank:
         ]
 
     def report_idle(self) -> Outgoing:
-        """Tell everybody once that nothing runs here any more: the allocator's picture would keep the last busy step,
-        and a drafter the requests whose `CloseDraft` was lost."""
-        told = self.report is not None and self.report.batch_tokens == 0
-        if not self.is_idle or told:
+        """Tell once that nothing runs any more: the allocator would keep the last busy step, drafters a lost end."""
+        if not self.is_idle:
             return []
-        self.report = idle_report(self.endpoint, self.book, self._step)
         out = self.book.drafts.forget_all(self._step)
+        if self.allocator is None or (self.report is not None and self.report.batch_tokens == 0):
+            return out
+        self.report = idle_report(self.endpoint, self.book, self._step)
         self._step += 1  # every report has its own number
-        return [*out, (self.allocator, self.report)] if self.allocator else out
+        return [*out, (self.allocator, self.report)]
 
     @property
     def is_idle(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from actors.core.messages import Endpoint, Message
-from actors.link.base import Link, LinkCounters
+from actors.link.base import Link
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class DisturbedLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inner = link
+        self.endpoint, self.counters = link.endpoint, link.counters
         self.done = DisturbanceCounters()
         self._law = disturbance
         self._clock = clock
@@ -65,14 +66,6 @@ class DisturbedLink:
         # (due, order, receiver or None for our own, message)
         self._held: list[tuple[float, int, Endpoint | None, Message]] = []
         self._lock = threading.Lock()  # any thread may send
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.inner.endpoint
-
-    @property
-    def counters(self) -> LinkCounters:
-        return self.inner.counters
 
     def send(self, to: Endpoint, message: Message) -> None:
         for _ in range(self._copies(to, message)):

@@ -47,9 +47,10 @@ def test_a_rank_that_falls_idle_tells_its_drafters_once(has_allocator: bool) -> 
     session.submit(admitted("a", PROMPT, 9))
     assert session.rank.report_idle() == []
     session.run()
+    assert session.rank.report is not None
+    next_step = session.rank.report.step + 1
     out = session.rank.report_idle()
-    (last_step,) = {session.rank.report.step} if session.rank.report else set()
-    assert out[0] == (DRAFTER, CloseDraft("target-0", (), before_step=last_step))
+    assert out[0] == (DRAFTER, CloseDraft("target-0", (), before_step=next_step))
     assert [type(message) for _, message in out[1:]] == [StepReport] * has_allocator
     assert session.rank.report_idle() == []
     session.submit(admitted("b", PROMPT, 9))
