@@ -104,3 +104,21 @@ async def test_a_schema_that_the_grammar_library_cannot_read_is_422_naming_the_f
     ):
         status, param, _ = await refusal(launch, CHAT_PATH, {**CHAT, **fields})
         assert (status, param) in ((422, field), (400, "messages"))
+
+
+NO_WORDS = (
+    {"regex": r"ab[^\s\S]"},
+    {"grammar": "start: start"},
+    {"grammar": "start: <|of_another_model|>"},
+    {"grammar": "start: <[5000000]>"},
+    {"json": {"$ref": "#"}},
+)
+
+
+@pytest.mark.parametrize("outputs", NO_WORDS)
+async def test_a_grammar_without_words_is_refused_before_a_rank_finds_out(launch, outputs):
+    status, param, message = await refusal(
+        launch, CHAT_PATH, {**CHAT, "structured_outputs": outputs}
+    )
+    assert (status, param) == (422, f"structured_outputs.{next(iter(outputs))}")
+    assert "cannot be followed" in message and "<state>" not in message
