@@ -197,6 +197,7 @@ class IngressReplica:
         self._front = make_front(
             config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
         )
+        await asyncio.to_thread(self._front.intake.grammars.prepare)  # not while others stream
         self._is_alone = config.ingress.num_replicas == 1
 
     async def _routing(self, seen: int) -> RoutingTable:

@@ -10,6 +10,7 @@ from typing import Any
 from actors.core.sampling import SamplingParams
 from cluster.api_errors import ApiError, bad_request
 from cluster.chat_messages import template_messages
+from cluster.grammar_trial import GrammarTrial
 from cluster.jobs import IntakeLimits, Job
 from cluster.openai_api import (
     MAX_PROMPTS,
@@ -48,6 +49,7 @@ class Intake:
     ) -> None:
         self.codec = codec
         self.limits = limits
+        self.grammars = GrammarTrial(codec)
         self._draw_key = draw_key
 
     def jobs(
@@ -66,7 +68,8 @@ class Intake:
             assert isinstance(request, CompletionRequest)
             prompts = self._completion_prompts(request)
             field, default_len = "prompt", COMPLETION_MAX_TOKENS
-        rules = rules_of(request, self.codec, self._forced_grammar(request))
+        trial = self.grammars.problem
+        rules = rules_of(request, self.codec, trial, self._forced_grammar(request))
         num_jobs = len(prompts) * request.num_choices
         jobs: list[Job] = []
         num_tokens = 0
@@ -93,7 +96,8 @@ class Intake:
         assert request.tool_choice is not None
         many = request.parallel_tool_calls is not False
         parser = self.limits.tool_parser
-        return forced_grammar(request.offered_tools, request.tool_choice, parser, many=many)
+        tools, choice, trial = request.offered_tools, request.tool_choice, self.grammars.problem
+        return forced_grammar(tools, choice, parser, trial, many=many)
 
     def chat_prompt(self, request: ChatRequest | TokenizeRequest) -> list[int]:
         """The token ids that the chat template makes of the messages.

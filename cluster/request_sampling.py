@@ -8,7 +8,7 @@ from actors.core.logit_rules import LogitRules
 from actors.core.sampling import SamplingParams
 from cluster.api_errors import bad_request
 from cluster.openai_api import GenerationRequest
-from cluster.structured_output import grammar_of
+from cluster.structured_output import Trial, grammar_of
 from cluster.text import TextCodec
 
 MAX_BIASES = 1024  # OpenAI's own is 300
@@ -58,11 +58,12 @@ def sampling_of(
 
 
 def rules_of(
-    request: GenerationRequest, codec: TextCodec, forced_grammar: str = ""
+    request: GenerationRequest, codec: TextCodec, trial: Trial, forced_grammar: str = ""
 ) -> LogitRules | None:
     """The request's logit rules; None when they change nothing, so that it costs nothing.
 
     Args:
+        trial: whether anything can be written by a grammar.
         forced_grammar: of a tool call that was demanded.
 
     Raises:
@@ -75,7 +76,8 @@ def rules_of(
         presence_penalty=float(request.presence_penalty or 0.0),
         logit_bias=_biases(request, codec.vocab_size),
         min_tokens=request.min_tokens or 0,
-        grammar=forced_grammar or grammar_of(request.response_format, request.structured_outputs),
+        grammar=forced_grammar
+        or grammar_of(request.response_format, request.structured_outputs, trial),
     )
     return None if rules == LogitRules() else rules
 

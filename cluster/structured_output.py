@@ -50,7 +50,13 @@ class StructuredOutputs(Schema):
     grammar: Text | None = None  # Lark, as llguidance reads it
 
 
-def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None) -> str:
+Trial = Callable[[str], str]
+"""Why nothing can be written by a grammar; empty where something can (`grammar_trial`)."""
+
+
+def grammar_of(
+    format_: ResponseFormat | None, outputs: StructuredOutputs | None, trial: Trial
+) -> str:
     """The grammar that an answer must follow; empty without one.
 
     Raises:
@@ -60,11 +66,11 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
         if format_ is not None and format_.type != "text":
             raise bad_request("structured_outputs", "…", "leave it or response_format out")
         name = _only_output(outputs)
-        return checked_grammar(f"structured_outputs.{name}", lambda: _of_outputs(outputs))
+        return checked_grammar(f"structured_outputs.{name}", lambda: _of_outputs(outputs), trial)
     if format_ is None or format_.type == "text":
         return ""
     if format_.type == "json_object":
-        return checked_grammar("response_format", lambda: of_schema({"type": "object"}))
+        return checked_grammar("response_format", lambda: of_schema({"type": "object"}), trial)
     if format_.json_schema is None:
         raise ApiError(
             400,
@@ -73,7 +79,7 @@ def grammar_of(format_: ResponseFormat | None, outputs: StructuredOutputs | None
             code="missing_field",
         )
     schema = format_.json_schema.json_schema
-    return checked_grammar("response_format.json_schema.schema", lambda: of_schema(schema))
+    return checked_grammar("response_format.json_schema.schema", lambda: of_schema(schema), trial)
 
 
 def of_schema(schema: dict[str, Any]) -> str:
@@ -117,7 +123,7 @@ def of_choice(choices: list[str]) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: {words}"))
 
 
-def checked_grammar(field: str, make: Callable[[], str]) -> str:
+def checked_grammar(field: str, make: Callable[[], str], trial: Trial) -> str:
     """The grammar that `make` returns, when it can be followed.
 
     Raises:
@@ -141,7 +147,9 @@ def checked_grammar(field: str, make: Callable[[], str]) -> str:
             code="grammar_too_large",
         )
     problem = LLMatcher.validate_grammar(grammar, None, limits=limits())
-    if problem and not problem.startswith("WARNING"):
+    if not problem or problem.startswith("WARNING"):
+        problem = trial(grammar)
+    if problem:
         raise ApiError(
             422,
             f"{field}: cannot be followed: {problem.strip()}; change it",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from cluster.openai_schema import read_json
+from cluster.structured_output import JSON_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -186,5 +187,6 @@ def _written(call: Call) -> str:
 
 
 def _objects(calls: Sequence[dict[str, Any]]) -> str:
-    schema = calls[0] if len(calls) == 1 else {"anyOf": list(calls)}
-    return f"object: %json {json.dumps(schema)}\n"
+    schema = dict(calls[0]) if len(calls) == 1 else {"anyOf": list(calls)}
+    # The library heeds its options at the root only.
+    return f"object: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}\n"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cluster.openai_schema import Schema, Text
-from cluster.structured_output import JSON_OPTIONS, checked_grammar
+from cluster.structured_output import Trial, checked_grammar
 from cluster.tool_parsers import PARSERS, Call, ToolParser
 
 
@@ -71,7 +71,7 @@ def tool_use(tools: Sequence[Tool], choice: str | NamedChoice, parser: str) -> T
 
 
 def forced_grammar(
-    tools: Sequence[Tool], choice: str | NamedChoice, parser: str, *, many: bool
+    tools: Sequence[Tool], choice: str | NamedChoice, parser: str, trial: Trial, *, many: bool
 ) -> str:
     """The grammar of an answer that must be a call; empty where the model decides.
 
@@ -84,7 +84,9 @@ def forced_grammar(
         return ""
     calls = [_call_schema(tool.function) for tool in tools]
     one_only = isinstance(choice, NamedChoice) or not many
-    return checked_grammar("tools", lambda: PARSERS[parser].grammar(calls, many=not one_only))
+    return checked_grammar(
+        "tools", lambda: PARSERS[parser].grammar(calls, many=not one_only), trial
+    )
 
 
 def _call_schema(function: FunctionSpec) -> dict[str, Any]:
@@ -96,7 +98,6 @@ def _call_schema(function: FunctionSpec) -> dict[str, Any]:
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,
-        "x-guidance": JSON_OPTIONS,
     }
 
 

@@ -20,6 +20,7 @@ COMPLETION = {"prompt": "a", "max_tokens": 2}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_generated_requests_are_answered_as_documented_and_leave_nothing(
     tmp_path, caplog, seed
@@ -28,7 +29,8 @@ async def test_generated_requests_are_answered_as_documented_and_leave_nothing(
     async with launched(codec, max_model_len=MAX_LEN) as server:
         rank = EngineRank(server.hub.open("engine-0", "target"), engine)
         await replace_ranks(server, rank)
-        num_tasks = len(asyncio.all_tasks())
+        loop = asyncio.get_running_loop()
+        num_tasks = len(asyncio.all_tasks(loop))
         with caplog.at_level(logging.ERROR):
             finding = await fuzz(server.url, NUM_REQUESTS, seed)
         assert not finding.problems, "\n".join(finding.problems[:5])
@@ -36,7 +38,7 @@ async def test_generated_requests_are_answered_as_documented_and_leave_nothing(
         assert finding.statuses["400"] > NUM_REQUESTS / 10 and rank.num_accepted
         assert not [record for record in caplog.records if record.name != "asyncio"]
         await server.until(lambda: rank.is_clean and not server.dispatcher.num_streams, 20.0)
-        await server.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        await server.until(lambda: len(asyncio.all_tasks(loop)) <= num_tasks)
         answer = await server.client.post("/v1/completions", json=COMPLETION)
         assert answer.status_code == 200
 
@@ -104,3 +106,21 @@ async def test_a_schema_that_the_grammar_library_cannot_read_is_422_naming_the_f
     ):
         status, param, _ = await refusal(launch, CHAT_PATH, {**CHAT, **fields})
         assert (status, param) in ((422, field), (400, "messages"))
+
+
+NO_WORDS = (
+    {"regex": r"ab[^\s\S]"},
+    {"grammar": "start: start"},
+    {"grammar": "start: <|of_another_model|>"},
+    {"grammar": "start: <[5000000]>"},
+    {"json": {"$ref": "#"}},
+)
+
+
+@pytest.mark.parametrize("outputs", NO_WORDS)
+async def test_a_grammar_without_words_is_refused_before_a_rank_finds_out(launch, outputs):
+    status, param, message = await refusal(
+        launch, CHAT_PATH, {**CHAT, "structured_outputs": outputs}
+    )
+    assert (status, param) == (422, f"structured_outputs.{next(iter(outputs))}")
+    assert "cannot be followed" in message and "<state>" not in message

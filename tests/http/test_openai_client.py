@@ -149,13 +149,14 @@ async def test_log_probabilities(ask: Asker) -> None:
 
 
 async def test_formats_and_tools(ask: Asker) -> None:
-    hot = {"temperature": 1.0, "seed": 4, "max_tokens": 70}
+    hot: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 70}
     value = json.loads((await ask.chat(**hot, response_format=FORMAT)).choices[0].message.content)
     assert value["a"] <= 99 and value["b"] in ("x", "yz")
     any_object = await ask.chat(**hot, response_format={"type": "json_object"})
     assert any_object.choices[0].message.content.startswith("{")
     outputs = {"structured_outputs": {"regex": "[a-f]{3}![0-9]"}}
     assert "!" in await ask.completed(**hot, extra_body=outputs)
+    hot["max_tokens"] = 95
     forced = await ask.chat(**hot, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     (call,) = forced.choices[0].message.tool_calls
     assert forced.choices[0].finish_reason == "tool_calls" and call.function.name in "fg"
