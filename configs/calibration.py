@@ -23,7 +23,7 @@ class CalibrationConfig(Section):
         "position goes unseen; only under policies that trim.",
     )
     alarm_deviations: float = Field(
-        4.0,
+        3.0,
         ge=2,
         le=100,
         description="Standard deviations between labels and predictions of recent rounds from which they have drifted "

@@ -6,8 +6,12 @@ bias, because whether slot k is verified never depends on its own token (C3); so
 labels. A small share of rounds is verified whole whatever the budget says (`rank_calibration`), so that no position
 goes unseen.
 
-What was learned fades. Traffic may change faster than that: when predictions and labels of the last rounds part further
-than chance explains, an alarm is counted, rounds from before the change are forgotten, and the shifts are fitted anew.
+Texts differ among themselves more than kinds of text do, so every stream has a shift of its own beside
+(`stream_shifts`), and what all share rests on many of them: labels of streams that err alike count for fewer.
+
+What was learned fades. Traffic may change faster than that: when labels of the last rounds part from what a much longer
+memory expects, further than chance and the differences among streams explain, an alarm is counted, rounds from before
+the change are forgotten, and the shifts are fitted anew.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.recent_rounds import RecentRounds
 from actors.core.reliability import Reliability
+from actors.core.stream_shifts import StreamShifts
 from configs.calibration import CalibrationConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -26,22 +32,21 @@ Ints = npt.NDArray[np.integer]
 Keys = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
-MEMORY_ROUNDS = 256.0  # after so many a share 1 / e of what was learned is left
+MEMORY_ROUNDS = 1024.0  # after so many a share 1 / e of what was learned is left
+REFERENCE_ROUNDS = (
+    4096.0  # the same of what recent rounds are held against: it must not follow them
+)
 CHECK_ROUNDS = 32  # rounds between two fits, and two looks for a change
-CHECK_STEPS = 2  # but at most every so many steps: a large batch shall not pay for it each time
+CHECK_STEPS = 4  # but at most every so many steps: a large batch shall not pay for it each time
 WARM_UP_ROUNDS = 96  # of a fit, before its predictions are held against labels
-RECENT_ROUNDS = 384  # the longest stretch that is searched for a change
-LEAST_ROUNDS = 32  # and the shortest
-DOUBTED_ROUNDS = 32.0  # what all older evidence still counts for after an alarm
+DOUBTED_ROUNDS = 8.0  # what all older evidence still counts for after an alarm
 
-SHIFT_SPREAD = 1.0  # prior standard deviation of the common shift, in logits
+SHIFT_SPREAD = 1.0  # prior standard deviation of the common shift, in logits, at most
+USUAL_SPREAD = 0.25  # and at least: what traffic of another kind is off by
 LEAST_SPREAD = 0.05  # of a position around the common one, where labels show no more
 NEWTON_STEPS = 2  # from the last fit on, so few are enough
 MAX_LOGIT = 8.0
 NUM_BINS = 64  # of logits, for the sums a fit rests on
-
-ALARM_GAP = 0.03  # in probability: many labels make small gaps certain, not important
-MIN_STREAMS = 4  # so many tell how much streams differ among themselves
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class OnlineCalibration:
     """Shifts for the gamma positions of the blocks of one rank, under one acceptance rule.
 
     Attributes:
-        shifts: [gamma] added to confidence logits; zeros until something was learned.
+        shifts: [gamma] added to confidence logits of every stream; zeros until something was learned.
+        streams: what each stream is off by beyond that.
         reliability: of the survivals as they were used, fading like what was learned; since the last alarm.
         num_alarms: times the predictions were found to have drifted away.
         num_rounds: rounds learned from.
@@ -91,9 +97,11 @@ class OnlineCalibration:
         """Forget everything: another drafter has come."""
         gamma = self.gamma
         self.shifts: Float64 = np.zeros(gamma)
+        self.streams = StreamShifts()
         self.reliability = Reliability.zero(gamma)
-        self._evidence = _Evidence(gamma)
-        self._recent = _Recent(gamma)
+        self._evidence, self._long = _Evidence(gamma), _Evidence(gamma)
+        self._reference: Float64 = np.zeros(gamma)
+        self._recent = RecentRounds(gamma)
         self._until_check = CHECK_ROUNDS
         self._warming_up = WARM_UP_ROUNDS
 
@@ -104,7 +112,7 @@ class OnlineCalibration:
             return False
         keep = float(np.exp(-count / MEMORY_ROUNDS))
         logits = to_logits(rounds.confidences)
-        used = to_probability(logits + self.shifts)
+        used = to_probability(logits + self.shifts + self.streams.of(rounds.streams)[:, None])
         lengths = rounds.verify_len, rounds.num_accepted, rounds.planned_len
         self.reliability.add(
             Reliability.of_rounds(used.cumprod(axis=1), *lengths, self._explore_share), keep
@@ -115,8 +123,15 @@ class OnlineCalibration:
         position = np.arange(self.gamma)
         seen = position < np.minimum(rounds.num_accepted + 1, rounds.verify_len)[:, None]
         accepted = position < rounds.num_accepted[:, None]
-        self._recent.add(logits, seen, accepted, used, rounds.streams, self._evidence.num_rounds)
+        self.streams.learn(
+            rounds.streams,
+            np.where(seen, accepted - used, 0.0).sum(axis=1),
+            np.where(seen, used * (1 - used), 0.0).sum(axis=1),
+        )
+        expected = to_probability(logits + self._reference)
+        self._recent.add(logits, seen, accepted, expected, rounds.streams, self._long.num_rounds)
         self._evidence.add(logits, seen, accepted, keep)
+        self._long.add(logits, seen, accepted, float(np.exp(-count / REFERENCE_ROUNDS)))
         self._until_check -= count
         if self._until_check > 0:
             return False
@@ -128,7 +143,10 @@ class OnlineCalibration:
         num_changed = self._recent.rounds_since_change(self._alarm_deviations)
         if num_changed:
             self._forget(num_changed)
-        self.shifts = self._evidence.fit()
+        before = self.shifts
+        alike = self._recent.alike()
+        self.shifts, self._reference = self._evidence.fit(alike), self._long.fit(alike)
+        self.streams.others_moved(float((self.shifts - before)[0]))
         return num_changed > 0
 
     def _forget(self, num_kept: int) -> None:
@@ -136,8 +154,9 @@ class OnlineCalibration:
         self.num_alarms += 1
         self._warming_up = WARM_UP_ROUNDS
         self.reliability = Reliability.zero(self.gamma)
-        self._evidence.shrink(DOUBTED_ROUNDS)
-        self._evidence.add(*self._recent.labels(num_kept))
+        for evidence in (self._evidence, self._long):
+            evidence.shrink(DOUBTED_ROUNDS)
+            evidence.add(*self._recent.labels(num_kept))
         self._recent.num_judged = 0
 
 
@@ -167,18 +186,22 @@ class _Evidence:
         self.num_rounds *= keep
         self._sums *= keep
 
-    def fit(self) -> Float64:
+    def fit(self, alike: float = 1.0) -> Float64:
         """Newton's method on the penalised likelihood: one common shift first, then each position around it.
 
         The prior of the latter is as wide as the labels of all positions together say (empirical Bayes).
         """
         seen, accepted, total = self._sums
         logits = total / np.maximum(seen, 1e-9)
+        seen, accepted = seen / alike, accepted / alike
         common, own = self._common, self._own
         for _ in range(NEWTON_STEPS):
             gain, curve = _slopes(logits + common, seen, accepted)
-            slope = gain.sum() - common / SHIFT_SPREAD**2
-            common += float(np.clip(slope / (curve.sum() + 1 / SHIFT_SPREAD**2), -1, 1))
+            known = curve.sum() + 1e-9
+            likeliest = common + gain.sum() / known
+            width = float(np.clip(likeliest**2 - 1 / known, USUAL_SPREAD**2, SHIFT_SPREAD**2))
+            slope = gain.sum() - common / width
+            common += float(np.clip(slope / (known + 1 / width), -1, 1))
         # How much positions differ among themselves, beyond what chance makes of so many labels.
         gain, curve = _slopes(logits + common, seen, accepted)
         chance = (gain**2 / (curve + 1e-9)).sum() - (len(own) - 1)
@@ -195,91 +218,6 @@ def _slopes(logits: Float64, seen: Float64, accepted: Float64) -> tuple[Float64,
     """First and negated second derivative [gamma] of the log likelihood of the labels that were seen."""
     p = to_probability(logits)
     return (accepted - seen * p).sum(axis=1), (seen * p * (1 - p)).sum(axis=1)
-
-
-class _Recent:
-    """The newest rounds one by one, to find when predictions and labels parted.
-
-    Attributes:
-        num_judged: the newest of them whose predictions are held against their labels.
-    """
-
-    def __init__(self, gamma: int) -> None:
-        self.num_judged = 0
-        self._logits = np.zeros((0, gamma))
-        self._seen = np.zeros((0, gamma), np.bool_)
-        self._accepted = np.zeros((0, gamma), np.bool_)
-        self._residual = np.zeros(
-            (0, gamma + 1)
-        )  # label less prediction; the sum of all stands last
-        self._variance = np.zeros((0, gamma + 1))
-        self._streams = np.zeros(0, np.uint64)
-        self._doubt = np.zeros(0)  # one over the rounds the prediction rested on
-
-    def add(
-        self,
-        logits: Float64,
-        seen: Mask,
-        accepted: Mask,
-        used: Float64,
-        streams: Keys,
-        num_rounds: float,
-    ) -> None:
-        residual = np.where(seen, accepted - used, 0.0)
-        variance = np.where(seen, used * (1 - used), 0.0)
-        news = {
-            "_logits": logits,
-            "_seen": seen,
-            "_accepted": accepted,
-            "_residual": np.column_stack((residual, residual.sum(axis=1))),
-            "_variance": np.column_stack((variance, variance.sum(axis=1))),
-            "_streams": streams,
-            "_doubt": np.full(len(logits), 1 / max(1.0, num_rounds)),
-        }
-        for name, new in news.items():
-            setattr(self, name, np.concatenate((getattr(self, name), new))[-RECENT_ROUNDS:])
-        self.num_judged = min(self.num_judged + len(logits), RECENT_ROUNDS)
-
-    def labels(self, count: int) -> tuple[Float64, Mask, Mask]:
-        """Logits, what was seen and what was accepted of the newest `count` rounds."""
-        return self._logits[-count:], self._seen[-count:], self._accepted[-count:]
-
-    def rounds_since_change(self, deviations: float) -> int:
-        """The number of newest rounds that differ from what was predicted; 0: chance explains it.
-
-        Of all stretches that end now, the one whose labels are the most standard deviations away.
-        """
-        judged = self.num_judged
-        if judged < LEAST_ROUNDS:
-            return 0
-        newest_first = slice(None, -judged - 1, -1)
-        residual = self._residual[newest_first].cumsum(axis=0)
-        variance = self._variance[newest_first].cumsum(axis=0) + 1e-9
-        # Shifts fitted to few rounds are themselves uncertain, and all these rounds alike.
-        variance *= 1 + self._doubt[newest_first].cumsum()[:, None]
-        seen = self._seen[newest_first].cumsum(axis=0)
-        count = np.column_stack((seen, seen.sum(axis=1)))
-        away = np.abs(residual) / np.sqrt(variance)
-        away[(np.abs(residual) < ALARM_GAP * count) | (count < LEAST_ROUNDS)] = 0.0
-        away[: LEAST_ROUNDS - 1] = 0.0
-        rounds, position = np.unravel_index(int(away.argmax()), away.shape)
-        length = int(rounds) + 1
-        found = float(away[rounds, position])
-        if found < deviations or found < deviations * self._spread(length, int(position)):
-            return 0
-        return length
-
-    def _spread(self, length: int, position: int) -> float:
-        """How much more the newest rounds vary than independent labels would: those of one stream err alike."""
-        _, stream = np.unique(self._streams[-length:], return_inverse=True)
-        residual, variance = (
-            self._residual[-length:, position],
-            self._variance[-length:, position],
-        )
-        if stream.max() + 1 < MIN_STREAMS:
-            return 1.0
-        centred = residual - residual.sum() * variance / variance.sum()
-        return float(np.sqrt((np.bincount(stream, centred) ** 2).sum() / variance.sum()))
 
 
 def to_logits(p: npt.NDArray[np.floating]) -> Float64:

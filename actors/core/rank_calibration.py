@@ -88,10 +88,14 @@ class RankCalibration:
 
     def adjust(self, drafted: Drafted) -> Float32:
         """Conditional confidences [R, gamma] as they are believed now."""
-        if not self._shifts.any():
+        shifts = self._shifts[drafted.rules]
+        for rule, calibration in self.by_rule.items():
+            mine = drafted.rules == rule
+            if mine.any():
+                shifts[mine] += calibration.streams.of(drafted.streams[mine])[:, None]
+        if not shifts.any():
             return drafted.confidences
-        logits = to_logits(drafted.confidences) + self._shifts[drafted.rules]
-        return to_probability(logits).astype(np.float32)
+        return to_probability(to_logits(drafted.confidences) + shifts).astype(np.float32)
 
     def explore(self, drafted: Drafted, committed_len: Int32, caps: Int32, room: int) -> Mask:
         """Rounds [R] to be verified whole, as many as there is room for.

@@ -16,6 +16,7 @@ from actors.core.online_calibration import (
     to_logits,
     to_probability,
 )
+from actors.core.recent_rounds import RECENT_ROUNDS
 
 GAMMA, BATCH = 5, 8
 SHARE = 1 / 64
@@ -152,6 +153,46 @@ def test_steady_traffic_raises_hardly_an_alarm_although_streams_differ(spread: f
         for seed in range(4)
     )
     assert alarms <= 1
+
+
+def test_streams_that_differ_are_told_apart_and_the_forecast_of_all_stays_true() -> None:
+    calibration, traffic = OnlineCalibration(GAMMA), Traffic(0.0, 3, 0.6)
+    alone: list[float] = []
+    told: list[float] = []
+    for step in range(600):
+        confidences, would, streams = traffic.rounds()
+        every = np.full(BATCH, GAMMA)
+        own = calibration.streams.of(streams)
+        if step >= 200:
+            for shift, into in ((np.zeros(BATCH), alone), (own, told)):
+                believed = to_probability(
+                    to_logits(confidences) + calibration.shifts + shift[:, None]
+                )
+                into.extend(np.square(believed[:, 0] - (would > 0)))
+        calibration.observe(Rounds(confidences, every, would, every, streams))
+    assert np.mean(told) < 0.985 * np.mean(alone)
+    assert max(calibration.reliability.ece) < 0.06
+
+
+def test_rounds_of_streams_that_err_alike_count_for_fewer() -> None:
+    """As many labels move the shifts less when they are of a few streams that differ."""
+    found = []
+    for spread in (0.0, 1.2):
+        calibration = OnlineCalibration(GAMMA)
+        serve(calibration, Traffic(0.3, 2, spread), 256)
+        found.append(calibration._recent.alike())
+    assert found[0] < 2.0 < found[1]
+
+
+def test_only_the_newest_rounds_are_searched() -> None:
+    calibration = OnlineCalibration(GAMMA, learns=True)
+    calibration.observe(verified(3 * RECENT_ROUNDS, 2))
+    for _ in range(2 * RECENT_ROUNDS // 100 + 2):
+        calibration.observe(verified(100, GAMMA))
+    logits, seen, accepted = calibration._recent.labels(RECENT_ROUNDS)
+    assert logits.shape == (RECENT_ROUNDS, GAMMA)
+    assert seen.all()
+    assert accepted.all()
 
 
 def test_a_change_is_not_averaged_away_by_what_was_before() -> None:
