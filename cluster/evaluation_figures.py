@@ -14,6 +14,7 @@ from matplotlib import pyplot
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e39c1b", "#6b4e9b", "#5c5c5c", "#17a2a2", "#a8561b")
 PANEL = (4.4, 3.4)
 DPI = 110
+FEWEST_ROUNDS = 40  # that reach a position: with fewer, its acceptance is off by more than 0.15
 Axes = Any
 Report = Mapping[str, Any]
 
@@ -69,12 +70,15 @@ def _write(figure: Any, path: Path) -> Path:
 
 
 def _positions(entries: Report, title: str, path: Path) -> Path:
-    """Figure 2: acceptance by position, as a prefix and given the ones before."""
+    """Figure 2: acceptance by position, as a prefix and given the ones before; pale where too few rounds got there."""
     figure, axes = _panels(2, title)
     for colour, (name, entry) in zip(COLOURS * 3, entries.items(), strict=False):
         at = range(1, len(entry["survival"]) + 1)
         for axis, key in zip(axes, ("conditional", "survival"), strict=True):
-            axis.plot(at, entry[key], marker="o", markersize=4, color=colour, label=name)
+            seen = _seen(entry) if key == "conditional" else len(entry[key])
+            axis.plot(at, entry[key], color=colour, linewidth=0.8, alpha=0.35)
+            style = {"marker": "o", "markersize": 4, "color": colour, "label": name}
+            axis.plot(at[:seen], entry[key][:seen], **style)
     most = max(len(entry["survival"]) for entry in entries.values())
     for axis, text in zip(
         axes, ("accepted, given the ones before", "prefix accepted"), strict=True
@@ -86,6 +90,12 @@ def _positions(entries: Report, title: str, path: Path) -> Path:
         axis.set_xticks(range(1, most + 1))
     axes[1].legend(fontsize=8)
     return _write(figure, path)
+
+
+def _seen(entry: Report) -> int:
+    """How many positions were reached by enough rounds to say how often they are accepted."""
+    reached = [entry["rounds"] * share for share in (1.0, *entry["survival"][:-1])]
+    return sum(rounds >= FEWEST_ROUNDS for rounds in reached)
 
 
 def _domains(entries: Report, title: str, path: Path) -> Path:
