@@ -130,8 +130,9 @@ class OnlineCalibration:
         )
         expected = to_probability(logits + self._reference)
         self._recent.add(logits, seen, accepted, expected, rounds.streams, self._long.num_rounds)
-        self._evidence.add(logits, seen, accepted, keep)
-        self._long.add(logits, seen, accepted, float(np.exp(-count / REFERENCE_ROUNDS)))
+        news = _sums(logits, seen, accepted)
+        self._evidence.add(count, news, keep)
+        self._long.add(count, news, float(np.exp(-count / REFERENCE_ROUNDS)))
         self._until_check -= count
         if self._until_check > 0:
             return False
@@ -154,9 +155,10 @@ class OnlineCalibration:
         self.num_alarms += 1
         self._warming_up = WARM_UP_ROUNDS
         self.reliability = Reliability.zero(self.gamma)
+        news = _sums(*self._recent.labels(num_kept))
         for evidence in (self._evidence, self._long):
             evidence.shrink(DOUBTED_ROUNDS)
-            evidence.add(*self._recent.labels(num_kept))
+            evidence.add(num_kept, news)
         self._recent.num_judged = 0
 
 
@@ -169,16 +171,10 @@ class _Evidence:
         self._common = 0.0
         self._own: Float64 = np.zeros(gamma)
 
-    def add(self, logits: Float64, seen: Mask, accepted: Mask, keep: float = 1.0) -> None:
-        self.num_rounds = keep * self.num_rounds + len(logits)
-        rows, at = np.nonzero(seen)
-        values = logits[rows, at]
-        bins = ((values + MAX_LOGIT) * (NUM_BINS / (2 * MAX_LOGIT))).astype(np.int64)
-        _, gamma, width = self._sums.shape
-        flat = at * width + np.clip(bins, 0, width - 1)
+    def add(self, num_rounds: int, sums: Float64, keep: float = 1.0) -> None:
+        self.num_rounds = keep * self.num_rounds + num_rounds
         self._sums *= keep
-        for into, weight in zip(self._sums, (None, accepted[rows, at], values), strict=True):
-            into += np.bincount(flat, weight, gamma * width).reshape(gamma, width)
+        self._sums += sums
 
     def shrink(self, num_rounds: float) -> None:
         """Let all of it count for no more than so many rounds."""
@@ -212,6 +208,18 @@ class _Evidence:
         self._common, self._own = common, own
         fitted: Float64 = np.clip(common + own, -MAX_LOGIT, MAX_LOGIT)
         return fitted
+
+
+def _sums(logits: Float64, seen: Mask, accepted: Mask) -> Float64:
+    """What `_Evidence` keeps of N rounds [N, gamma]: slots seen, accepted, and their logits summed."""
+    gamma = logits.shape[1]
+    rows, at = np.nonzero(seen)
+    values = logits[rows, at]
+    bins = ((values + MAX_LOGIT) * (NUM_BINS / (2 * MAX_LOGIT))).astype(np.int64)
+    flat = at * NUM_BINS + np.clip(bins, 0, NUM_BINS - 1)
+    size = gamma * NUM_BINS
+    sums = [np.bincount(flat, weight, size) for weight in (None, accepted[rows, at], values)]
+    return np.array(sums, np.float64).reshape(3, gamma, NUM_BINS)
 
 
 def _slopes(logits: Float64, seen: Float64, accepted: Float64) -> tuple[Float64, Float64]:

@@ -27,7 +27,7 @@ class RecentRounds:
 
     def __init__(self, gamma: int) -> None:
         self.num_judged = 0
-        fields = [
+        fields: list[Any] = [
             ("logits", np.float64, gamma),
             ("seen", np.bool_, gamma),
             ("accepted", np.bool_, gamma),
