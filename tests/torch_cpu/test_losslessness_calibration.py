@@ -41,7 +41,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Calibrated(LocalPlanner):
-    """Confidences shifted by what older steps showed, and every fourth round or so explored."""
+    """Confidences shifted by what older steps showed, of all and of each stream; every fourth round or so explored."""
 
     seen: int = 0
     calibration = RankCalibration
@@ -52,6 +52,9 @@ class Calibrated(LocalPlanner):
             calibration = self.calibration(rows.survivals.shape[1], OFTEN, "lagged")
             old = np.frombuffer(memory, np.float32).sum() if isinstance(memory, bytes) else 0.0
             calibration._shifts[:] = 3.0 * np.sin(40.0 * float(old))
+            ids = _ids(rows)
+            for each in calibration.by_rule.values():  # of a stream: up to two logits
+                each.streams.learn(ids, 34.0 * np.sin(30.0 * float(old) + ids), np.ones(len(ids)))
             self._lens[key] = self._calibrated(calibration, memory, rows)
         return self._lens[key]
 
@@ -63,7 +66,7 @@ class Calibrated(LocalPlanner):
             self._decide(decider, self._old(rows, memory))
         before = np.column_stack((np.ones(len(rows.caps)), rows.survivals[:, :-1]))
         confidences = (rows.survivals / np.maximum(before, 1e-30)).astype(np.float32)
-        ids = np.array(rows.requests, np.uint64) + np.uint64(9)  # both are explored in some steps
+        ids = _ids(rows)
         drafted = Drafted(confidences, np.zeros(len(ids), np.int8), ids, rows.has_draft)
         # The exact check knows no committed length here; the step tells rounds apart as well.
         rounds = np.full(len(ids), rows.step, np.int32)
@@ -83,6 +86,11 @@ class Calibrated(LocalPlanner):
         return decision.verify_len
 
 
+def _ids(rows: StepRows) -> npt.NDArray[np.uint64]:
+    """Of the requests; both are explored in some steps."""
+    return np.array(rows.requests, np.uint64) + np.uint64(9)
+
+
 class ExploresWhatLooksGood(RankCalibration):
     """A mutant: whole where the second slot looks good, which tells what the first token is."""
 
@@ -92,6 +100,19 @@ class ExploresWhatLooksGood(RankCalibration):
 
 class ExploringMutant(Calibrated):
     calibration = ExploresWhatLooksGood
+
+
+class BelievesTheWholeBlock(RankCalibration):
+    """A mutant: a stream's shift from the round that is being decided; the last slot tells what the first token is."""
+
+    def adjust(self, drafted: Drafted) -> npt.NDArray[np.float32]:
+        confidences = drafted.confidences.copy()
+        confidences[:, 0] = np.where(drafted.confidences[:, -1] > 0.5, 0.99, 0.01)
+        return confidences
+
+
+class BelievingMutant(Calibrated):
+    calibration = BelievesTheWholeBlock
 
 
 POLICIES = {
@@ -112,8 +133,8 @@ def test_corrected_confidences_and_explored_rounds_keep_the_joint_law(
     assert planner.seen > 0
 
 
-def test_appendix_a_is_kept_and_exploring_by_current_confidences_is_caught() -> None:
-    for kind, is_caught in ((Calibrated, False), (ExploringMutant, True)):
+def test_appendix_a_is_kept_and_what_goes_by_the_present_block_is_caught() -> None:
+    for kind, is_caught in ((Calibrated, False), (ExploringMutant, True), (BelievingMutant, True)):
         planner = kind(lambda: LocalPolicy("static_threshold", 0, 0.9), APPENDIX_A)
         assert (law_error(planner, appendix_a_twice(), TOGETHER) > 1e-3) == is_caught
 
