@@ -6,6 +6,7 @@ special token of another model. A rank would find out at the first token of the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -14,6 +15,8 @@ import llguidance
 from actors.engine.grammars import limits
 from cluster.text import TextCodec
 
+log = logging.getLogger(__name__)
+
 
 class GrammarTrial:
     """Tries grammars over the tokens of `codec`. The first trial, or `prepare`, takes half a second."""
@@ -21,20 +24,30 @@ class GrammarTrial:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: Any = None
+        self._unusable = ""  # why the tokenizer cannot be used
         self._making = threading.Lock()
 
     def prepare(self) -> None:
         """Make what the first trial needs; from any thread, any number of times."""
+        codec = self._codec
         with self._making:
-            if self._tokens is None:
-                codec = self._codec
+            if self._tokens is not None or self._unusable:
+                return
+            try:
                 self._tokens = llguidance.LLTokenizer(
                     codec.tokenizer.to_str(), codec.vocab_size, list(codec.eos_token_ids)
                 )
+            except (
+                Exception
+            ) as error:  # the library's own kinds; without grammars all else is served
+                self._unusable = f"the tokenizer of this model cannot follow grammars ({error})"
+                log.warning("%s: requests for formats are refused", self._unusable)
 
     def problem(self, grammar: str) -> str:
         """Why nothing can be written by the grammar; empty where something can."""
         self.prepare()
+        if self._unusable:
+            return self._unusable
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()

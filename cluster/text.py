@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 # A character is at most four bytes, hence four byte tokens: a longer unfinished tail is not a half character.
 MAX_HELD_TOKENS = 8
 # What a template, which is a program, may do with the messages and arguments of a client.
-_TEMPLATE_ERRORS = (
+_TEMPLATE_ERRORS: tuple[type[Exception], ...] = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
     *(ArithmeticError, AttributeError, RecursionError),
 )
