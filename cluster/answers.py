@@ -152,6 +152,12 @@ class Answer:
         self._last_token_s = now_s
 
 
+def close_all(answers: Sequence[Answer]) -> None:
+    """Free what they hold."""
+    for answer in answers:
+        answer.close()
+
+
 async def open_answers(
     jobs: Sequence[Job],
     dispatcher: Dispatcher,
@@ -172,8 +178,7 @@ async def open_answers(
             live = await dispatcher.open(job.order, deadline_s)
             answers.append(Answer(job, live, codec, metrics, trace))
     except BaseException:
-        for answer in answers:
-            answer.close()
+        close_all(answers)
         raise
     return answers
 

@@ -40,15 +40,23 @@ class SseResponse(StreamingResponse):
         finally:
             listener.cancel()
             writer.cancel()
-            await asyncio.gather(writer, listener, return_exceptions=True)
-            self._on_close()
+            try:  # Serve may cancel us here, too
+                await asyncio.gather(writer, listener, return_exceptions=True)
+            finally:
+                self._on_close()
         failure = None if writer.cancelled() else writer.exception()
         if failure is not None and not isinstance(failure, OSError):  # OSError: a closed connection
             raise failure
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes.
+async def unless_disconnected(
+    request: Request, work: Awaitable[T], put_back: Callable[[T], None] = lambda _: None
+) -> T:
+    """The result of `work`, which is cancelled when the client goes, or when Serve cancels its request.
+
+    Args:
+        put_back: gets the result if there is one and nobody takes it any more: the end of the client, or of the
+            request, may come at any moment.
 
     Raises:
         ClientGone: it did.
@@ -58,14 +66,22 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    def abandon(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            put_back(task.result())
+
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
+        watcher.cancel()
+        await asyncio.wait({watcher})  # nobody else may receive before it has let go
+        if not watcher.cancelled():
+            raise ClientGone
+        return task.result()  # and nothing may be awaited from here on
+    except BaseException:
         task.cancel()
+        task.add_done_callback(abandon)
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+        raise

@@ -18,7 +18,7 @@ from starlette.types import Lifespan
 
 from actors import tracing
 from cluster import watch_routes
-from cluster.answers import Answer, open_answers, outcome_of
+from cluster.answers import Answer, close_all, open_answers, outcome_of
 from cluster.api_errors import ApiError, misdirected
 from cluster.api_keys import KeyAccount
 from cluster.connection import ClientGone, SseResponse, unless_disconnected
@@ -120,7 +120,8 @@ class Front:
             places = account.open_streams(len(jobs))
             try:
                 with trace.part(tracing.SPAN_PLACE):
-                    answers = await unless_disconnected(request, self._open(jobs, trace))
+                    opening = self._open(jobs, trace)
+                    answers = await unless_disconnected(request, opening, close_all)
             except BaseException:
                 places.give_back()
                 raise
@@ -129,8 +130,7 @@ class Front:
             raise
 
         def close() -> None:
-            for answer in answers:
-                answer.close()
+            close_all(answers)
             places.give_back()
             trace.end(outcome_of(answers))
 
