@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.core.rank_report import rank_stats
 from actors.core.rollout_plan import Bounds, NobodyLeftError
 from actors.link import Membership
 from actors.peers import Peers
@@ -16,6 +17,7 @@ from cluster.rollout import RolloutError, Wish
 from cluster.supervisor import Supervisor
 from configs.change import FixedSettingError
 from configs.schema import ClusterConfig
+from tests.pure.rank_harness import make_rank
 from tests.pure.test_routing import MEMBERS, describe
 
 BOUNDS = Bounds(drain_s=0.05, room_s=0.2, start_s=2.0)
@@ -56,10 +58,8 @@ class Simulated(Supervisor):
             assignment=told.assignment,
         )
 
-    def _stats_of(self, name: str) -> dict[str, int]:
-        counts = {"num_running": self.streams[name], "num_waiting": 0, "num_reserved": 0}
-        limits = {"max_running": 8, "max_waiting": 8, "num_blocks": 100, "num_free_blocks": 90}
-        return counts | limits
+    def _stats_of(self, name: str) -> dict[str, Any]:
+        return {**rank_stats(make_rank()), "num_running": self.streams[name]}
 
     def _move_streams_of(self, name: str) -> int:
         moved, self.streams[name] = self.streams[name], 0
