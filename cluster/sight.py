@@ -17,7 +17,7 @@ def sight_of(member: Member, book: RouteBook, stats: Mapping[str, Any] | None) -
         return Sight(True, True, incarnation, last.revision)
     counts: dict[str, Any] = {"num_streams": None if member.role == "target" else 0}
     if stats is not None:
-        num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reserved"]
+        num_streams = stats["num_running"] + stats["num_waiting"] + stats["num_reservations"]
         most = stats["max_running"] + stats["max_waiting"]
         takes = not book.is_drained(member.name)
         counts = {

@@ -82,6 +82,7 @@ def members(cluster: ServeProcess) -> dict[str, dict[str, Any]]:
 
 async def read(client: httpx.AsyncClient, how: dict[str, Any]) -> str:
     body = {"model": MODEL, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, **how}
+    body["stream_options"] = {"include_usage": True}
     stream = Watched()
     await stream.read(client, body)
     return stream.text

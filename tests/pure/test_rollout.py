@@ -220,6 +220,8 @@ def test_what_the_old_process_says_while_it_ends_is_no_failure_of_the_new_one() 
 def test_a_process_that_ends_again_and_again_without_a_word_is_given_up() -> None:
     cluster = Cluster(T0)
     cluster.restart_of("target-0")
+    cluster.see("target-0", incarnation="", is_up=False)  # nothing is known of it yet
+    cluster.tick()
     for _ in range(MAX_LIVES):
         cluster.start_again("target-0", is_up=False, why="loading")
         cluster.tick()
