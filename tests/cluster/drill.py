@@ -90,9 +90,10 @@ class Drill:
             self._check_places()
         with step(f"{len(self.prompts)} streams from {OPERATOR}"):
             self._compare(self._load().finish())
-        victim = self._spanning_hosts()[0]
+        spanning, other = self._groups_by_spread()
+        victim = self._hosts_of(spanning)[0]
         with step(f"power off {victim.name} under load"):
-            self._lose(victim)
+            self._lose(victim, other)
         with step(f"switch {victim.name} on again"):
             self.network.boot(victim)
             self._await_all_ready()
@@ -196,16 +197,19 @@ class Drill:
             f"equal to one process; {accepted} draft tokens accepted; longest pause {pause_s:.1f} s"
         )
 
-    def _lose(self, victim: Host) -> None:
+    def _lose(self, victim: Host, others: tuple[str, ...]) -> None:
+        """All streams run where the host is lost, and `others` are there to go on with them."""
         before = self._num_replayed()
+        self.operator.on_cluster("drain", others[0])
         load = self._load()
         self.operator.until("streams began", lambda: load.num_begun == len(load.streams), 60)
+        self.operator.on_cluster("undrain", others[0])
         assert load.num_done == 0, "the streams are too short for this drill: raise --tokens"
         victim.power_off()
         self._compare(load.finish())
         replayed = self._num_replayed() - before
         say(f"{replayed:.0f} streams had to move to another rank")
-        assert replayed > 0, "no stream ran on the host that was lost"
+        assert replayed == len(load.streams), "a drained group was given streams"
 
     def _num_replayed(self) -> float:
         url = self.endpoint.removesuffix("/v1") + "/metrics"
@@ -227,13 +231,16 @@ class Drill:
         assert sorted(map(len, groups)) == [1, 2], groups
         assert set(hosts.values()) == set(WORKERS.values()), hosts
 
-    def _spanning_hosts(self) -> list[Host]:
-        hosts = {name: rank["node_ip"] for name, rank in self._ranks().items()}
-        for pair in ((0, 1), (2, 3)):
-            addresses = [hosts[f"target-{i}"] for i in pair]
-            if len(set(addresses)) == 2:
-                return [h for h in self.network.hosts.values() if h.address in addresses]
-        raise AssertionError(hosts)
+    def _groups_by_spread(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The group that spans hosts, and the other one."""
+        groups = (("target-0", "target-1"), ("target-2", "target-3"))
+        spanning, other = sorted(groups, key=lambda group: -len(self._hosts_of(group)))
+        return spanning, other
+
+    def _hosts_of(self, group: tuple[str, ...]) -> list[Host]:
+        ranks = self._ranks()
+        addresses = {ranks[name]["node_ip"] for name in group}
+        return [host for host in self.network.hosts.values() if host.address in addresses]
 
     def _await_all_ready(self) -> None:
         def is_back() -> bool:
