@@ -219,7 +219,21 @@ class Network:
             subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False)
         _run("ip", "link", "del", BRIDGE)
         for group in CPU_GROUPS.glob(f"dspark-{os.getpid()}-*"):
+            _remove_group(group)
+
+
+def _remove_group(group: Path) -> None:
+    """Of processes that end: the kernel lets it go with the last of them."""
+    deadline = time.monotonic() + BOOT_TIMEOUT_S
+    while True:
+        try:
             group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def missing() -> str:

@@ -17,7 +17,7 @@ from tests.cluster.streams import Load
 
 CORES = 0.4  # of the slowed host
 TURNS = 3  # each policy is measured so often, in turns
-STREAMS, TOKENS = 12, 64
+STREAMS, TOKENS = 9, 48
 # What an assistant is asked, so that the drafter has something to foresee.
 QUESTIONS = (
     "Write a Python function that reverses a linked list.",
@@ -87,7 +87,7 @@ def compare(operator: Operator, endpoint: str, slow_rank: str, policy: str) -> C
     length = max(1, round(statistics.mean(first.draft_tokens_a_round.values())))
     own, equal = [], []
     for _ in range(TURNS):
-        _order(operator, "fixed", length)
+        _order(operator, "static_length", length)
         equal.append(_measure(endpoint))
         _order(operator, policy, length)
         own.append(_measure(endpoint))
