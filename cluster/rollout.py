@@ -59,7 +59,7 @@ class RolloutDesk:
         ask: the supervisor's way to call a member: name, method, timeout in seconds, arguments.
         kill: ends a member's process, so that Ray starts it again.
         tell: has every member hear what has changed, now: what a supervisor alone knows ends with it.
-        settled: called when all members have come to a configuration.
+        settled: called when all members have come to a configuration, before it becomes the current one.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class RolloutDesk:
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:
+        await self._settled(config)  # first: behind it nothing tells what was followed until now
         self._book.assign(self._book.assignment.settle(self._number))
         await self._tell()
-        await self._settled(config)
         self._is_settled = True
 
     async def _look(self, rollout: Rollout) -> dict[str, Sight]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from actors.core.rollout_plan import Bounds
 from actors.link import Membership
 from actors.peers import Description
+from cluster.rollout import Wish
 from cluster.supervisor import Supervisor
 from configs.change import FixedSettingError, PolicyOrder
 from configs.load import load
@@ -94,3 +96,14 @@ def test_what_only_a_restart_can_change_is_refused_and_nothing_changes() -> None
 
     message = asyncio.run(change())
     assert "model.drafter ('bundled' → 'ngram')" in message and "restart" in message
+
+
+def test_a_policy_that_is_rolled_out_reaches_every_rank_and_the_allocator() -> None:
+    async def roll() -> None:
+        watching = supervisor()
+        over = await watching.rollout(Wish(wanted("policy.name=none"), None, Bounds()))
+        assert over["outcome"] == "done"
+        orders = {name: watching.told[name] for name in ("allocator", "target-0", "target-1")}
+        assert [order and order.policy.name for order in orders.values()] == ["none"] * 3
+
+    asyncio.run(roll())
