@@ -103,10 +103,7 @@ class RolloutDesk:
         due = [m for m in due if m.state != "parked"]  # they start with what is current then
         drafters = [m.name for m in due if m.role == "drafter"]
         units = units_of(drafters, [m.name for m in due if m.role == "target"], self._groups)
-        open_ranks = {
-            m.name for m in self._ranks if m.state != "parked" and not self._book.is_drained(m.name)
-        }
-        require_somebody_left(units, open_ranks, wish.bounds)
+        require_somebody_left(units, self._open_ranks, wish.bounds)
         assignment, self._number = assignment.propose(wish.config)
         self._book.assign(assignment)
         self._rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
@@ -142,8 +139,16 @@ class RolloutDesk:
             and isinstance(spec, TargetSpec)
             and spec.tap_layer_ids != wish.taps
         )
-        runs = self._book.assignment.of(member.name).config
-        return member.role in restarted_by(runs, wish.config, other_taps=other_taps)
+        return member.role in restarted_by(self._runs(member), wish.config, other_taps=other_taps)
+
+    def _runs(self, member: Member) -> ClusterConfig:
+        """The settings of its process; a supervisor may have ended between assigning others and the restart."""
+        assignment, last = self._book.assignment, member.last
+        number = assignment.number_of(member.name)
+        if last is not None and member.name in assignment.numbers and last.revision != number:
+            # Older than all that are kept: then the current one changed nothing for it.
+            number = last.revision
+        return assignment.revisions.get(abs(number), assignment.config)
 
     def stop(self) -> None:
         """End after the unit whose turn it is."""
@@ -256,15 +261,22 @@ class RolloutDesk:
         if name not in ranks:
             raise RolloutError(f"there is no rank {name!r}: there are {', '.join(ranks)}")
         members = next((group for group in self._groups if name in group), (name,))
-        left = {rank for rank in ranks if not self._book.is_drained(rank)} - {*members}
+        left = self._open_ranks - {*members}
         if is_drained and not left:
             raise RolloutError(
-                f"no other rank would take streams than {' and '.join(members)}; "
-                "`dspark undrain` another one first"
+                f"no other rank would take streams than {' and '.join(members)}: the others are drained or parked; "
+                "`dspark undrain` one first, or raise autoscale.min_ranks"
             )
         self._book.assign(self._book.assignment.drain(members, is_drained=is_drained))
         await self._tell()
         return list(members)
+
+    @property
+    def _open_ranks(self) -> set[str]:
+        """Those that take streams, or will when they are up."""
+        return {
+            m.name for m in self._ranks if m.state != "parked" and not self._book.is_drained(m.name)
+        }
 
     @property
     def _ranks(self) -> list[Member]:
