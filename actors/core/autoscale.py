@@ -53,24 +53,30 @@ class ScaleDecision:
 
 
 class Autoscaler:
-    """Keeps in mind since when it has been too slow, or fast enough with fewer."""
+    """Keeps in mind since when it has been too slow, fast enough with fewer, or too few."""
 
     def __init__(self, limits: ScaleLimits) -> None:
         self.limits = limits
         self._slow_since: float | None = None
         self._spare_since: float | None = None
+        self._short_since: float | None = None
         self._changed_at: float | None = None
 
     def decide(self, units: Sequence[UnitLoad], now: float) -> ScaleDecision:
         """What to do with these units, in the order of their numbers, at `now` (seconds)."""
         limits = self.limits
-        if any(unit.state == "changing" for unit in units):
-            self._slow_since = self._spare_since = None
-            return ScaleDecision("keep", "a unit starts, drains or is away")
         serving = [unit for unit in units if unit.state == "serving"]
         parked = [unit for unit in units if unit.state == "parked"]
-        if len(serving) < limits.min_units and parked:
+        is_changing = any(unit.state == "changing" for unit in units)
+        is_short = len(serving) < limits.min_units and bool(parked)
+        self._short_since = _since(self._short_since, is_short, now)
+        # One that is away may be back in a moment, or be gone for good.
+        patience_s = limits.up_after_s if is_changing else 0.0
+        if self._short_since is not None and now - self._short_since >= patience_s:
             return self._change("start", parked[0], f"{limits.min_units} units serve always", now)
+        if is_changing:
+            self.look_away()
+            return ScaleDecision("keep", "a unit starts, drains or is away")
         known = [unit.tpot_s for unit in serving if unit.tpot_s is not None]
         if len(known) < len(serving) or not known:
             return ScaleDecision("keep", "the time per token is not known of every unit")
@@ -95,11 +101,16 @@ class Autoscaler:
             return self._change("park", unit, f"{told}; with one fewer {_ms(fewer_s)}", now)
         return ScaleDecision("keep", told)
 
+    def look_away(self) -> None:
+        """What was seen until now tells nothing about the next look: the load could not be judged in between."""
+        self._slow_since = self._spare_since = None
+
     def _change(
         self, kind: Literal["start", "park"], unit: UnitLoad, why: str, now: float
     ) -> ScaleDecision:
         self._changed_at = now
-        self._slow_since = self._spare_since = None
+        self._short_since = None
+        self.look_away()
         return ScaleDecision(kind, why, unit.members)
 
 

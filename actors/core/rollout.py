@@ -129,12 +129,14 @@ class Rollout:
     # --- the turns of a unit ----------------------------------------------------------------------------------------
 
     def _wait(self, step: Step, sights: Mapping[str, Sight], now: float) -> list[Action]:
-        """Everybody must be there before one goes."""
+        """Everybody must be there before one goes; one that is parked takes nothing away."""
         if self.is_stopping:
             return self._end("stopped", "it was asked to stop")
         if self._waiting_since is None:
             self._waiting_since = now
+        is_parked = all(sights[name].revision < 0 for name in step.unit.members)
         away = [f"{name} is not ready ({s.why})" for name, s in sights.items() if not s.is_up]
+        away = [] if is_parked else away
         if away:
             step.note = "waits: " + "; ".join(away)
             if now - self._waiting_since > self.bounds.start_s:

@@ -111,3 +111,23 @@ def test_a_rank_is_parked_as_it_is_rolled_and_parked_ranks_hold_up_nobody() -> N
     assert cluster.assigned["target-1"] == -OLD
     cluster.tick(), cluster.tick()
     assert cluster.rollout.outcome == "done"
+
+
+def test_a_parked_unit_takes_the_place_of_one_that_stays_away() -> None:
+    away = UnitLoad(("target-0",), "changing")
+    scaler = Autoscaler(LIMITS)
+    assert after(scaler, [away, parked(1)], 0, 4).kind == "keep"
+    assert scaler.decide([serving(0, 0.05), parked(1)], 4.5).kind == "keep", "it was back"
+    assert after(scaler, [away, parked(1)], 5, 9).kind == "keep"
+    decision = after(scaler, [away, parked(1)], 10, 10)
+    assert (decision.kind, decision.members) == ("start", ("target-1",))
+
+
+def test_a_parked_rank_starts_without_waiting_for_one_that_is_away() -> None:
+    cluster = Cluster(T1)
+    cluster.rollout.wanted = OLD
+    cluster.see("target-1", revision=-OLD)
+    cluster.see("target-0", is_up=False, why="its node is gone")
+    cluster.restart_of("target-1")
+    cluster.tick(), cluster.tick()
+    assert cluster.rollout.outcome == "done"
