@@ -56,11 +56,13 @@ class AutoscaleDesk:
         settings = self._book.assignment.config.autoscale
         if not settings.enabled:
             self.last = self._settings = None
+            self._start_parked()
             return
         if settings != self._settings:
             self._settings = settings
             self._scaler = Autoscaler(limits_of(settings, len(self._units[0])))
         if self._desk.is_busy:
+            self._scaler.look_away()
             return
         try:
             loads = await self._loads()
@@ -71,6 +73,13 @@ class AutoscaleDesk:
         if decision.kind != "keep":
             log.warning("autoscale: %s %s: %s", decision.kind, decision.members, decision.why)
             self._desk.scale(decision.members, is_parked=decision.kind == "park", bounds=Bounds())
+
+    def _start_parked(self) -> None:
+        """Off: nobody else would start what was parked while it was on."""
+        parked = [unit for unit in self._units if self._state(unit) == "parked"]
+        if parked and not self._desk.is_busy:
+            log.warning("autoscale is off: %s start", parked[0])
+            self._desk.scale(parked[0], is_parked=False, bounds=Bounds())
 
     @property
     def _units(self) -> list[tuple[str, ...]]:

@@ -78,6 +78,7 @@ class RolloutDesk:
         self._tell = tell
         self._settled = settled
         self._rollout: Rollout | None = None
+        self._asked: Rollout | None = None  # the last that `begin` made, not `scale`
         self._number = 0
         self._settles = True  # whether all members come to one revision, and whether they have
         self._is_settled = True
@@ -95,6 +96,8 @@ class RolloutDesk:
         if self.is_busy:
             raise RolloutError(
                 "a rollout is under way; wait for its end, or stop it with Ctrl-C there"
+                if self._rollout is self._asked
+                else "autoscale parks or starts a rank just now; try again when `dspark status` shows that it has"
             )
         assignment = self._book.assignment
         for config in assignment.revisions.values():
@@ -106,7 +109,8 @@ class RolloutDesk:
         require_somebody_left(units, self._open_ranks, wish.bounds)
         assignment, self._number = assignment.propose(wish.config)
         self._book.assign(assignment)
-        self._rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
+        rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
+        self._rollout = self._asked = rollout
         self._settles, self._is_settled = True, False
         log.info(
             "rollout of revision %d: %s", self._number, [u.members for u in units] or "at once"
@@ -128,7 +132,6 @@ class RolloutDesk:
         current = self._book.assignment.current
         number, unit = -current if is_parked else current, Unit(members, "target")
         self._number, self._settles = current, False
-        self._is_settled = True
         self._rollout = Rollout([unit], number, self._numbers(), bounds)
 
     def _is_due(self, member: Member, wish: Wish) -> bool:
@@ -152,12 +155,12 @@ class RolloutDesk:
 
     def stop(self) -> None:
         """End after the unit whose turn it is."""
-        if self._rollout is not None:
-            self._rollout.is_stopping = True
+        if self._asked is not None:
+            self._asked.is_stopping = True
 
     def progress(self) -> dict[str, Any]:
         """How far it is, JSON-able; "none" where this supervisor has begun none."""
-        rollout, now = self._rollout, time.monotonic()
+        rollout, now = self._asked, time.monotonic()
         if rollout is None:
             return {"outcome": "none", "reason": "", "revision": 0, "steps": []}
         is_over = rollout.outcome != "done" or self._is_settled

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from actors.core.rollout_plan import Bounds
+from cluster.autoscaler import AutoscaleDesk
 from cluster.rollout import RolloutDesk, RolloutError, Wish
 from cluster.routing import RouteBook
 from configs.schema import ClusterConfig
@@ -57,3 +58,29 @@ async def test_a_parked_rank_takes_no_streams_from_one_that_is_drained(
     book.hear(describe("target-1", "parked", revision=-1))
     with pytest.raises(RolloutError, match="drained or parked"):
         await desk.drain("target-0", is_drained=True)
+
+
+async def test_parking_is_not_taken_for_the_rollout_that_somebody_watches(book: RouteBook) -> None:
+    desk = desk_over(book)
+    done = await desk.begin(Wish(ClusterConfig(), None, Bounds()))
+    desk.scale(("target-1",), is_parked=True, bounds=Bounds())
+    assert desk.progress() == done and done["outcome"] == "done"
+    with pytest.raises(RolloutError, match="autoscale parks or starts"):
+        await desk.begin(Wish(ClusterConfig(), None, Bounds()))
+
+
+async def test_what_was_parked_starts_when_autoscale_is_switched_off(book: RouteBook) -> None:
+    desk = desk_over(book)
+
+    async def unasked(*_: Any) -> None:
+        raise AssertionError("nobody is asked while it is off")
+
+    scaling = AutoscaleDesk(book, desk, (), unasked)
+    await scaling.look()
+    assert not desk.is_busy
+    book.hear(describe("target-1", "parked", revision=-1))
+    await scaling.look()
+    assert desk.is_busy and scaling.last is None
+    rollout = desk._rollout
+    assert rollout is not None
+    assert (rollout.steps[0].unit.members, rollout.wanted) == (("target-1",), 1)
