@@ -38,12 +38,13 @@ class HostGuard:
 
     Args:
         app: what it guards.
-        names: host names that requests may be for; case does not matter.
+        names: host names that requests may be for; case, a port and a final dot do not matter.
     """
 
     def __init__(self, app: ASGIApp, names: tuple[str, ...]) -> None:
         self._app = app
-        self._names = frozenset(name.lower() for name in names)
+        # Of a bare IPv6 address nothing is left; every address is ours anyway.
+        self._names = frozenset(map(host_name, names)) - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Literal
 
 from pydantic import Field
@@ -84,7 +85,12 @@ class IngressConfig(Section):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches it."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        if self.host.rstrip(".").lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def host_names(self) -> tuple[str, ...] | None:
@@ -92,9 +98,10 @@ class IngressConfig(Section):
         is_open = not self.allowed_hosts and not self.is_loopback
         if is_open or "*" in self.allowed_hosts:
             return None
-        return (*self.allowed_hosts, "localhost")
+        return (*self.allowed_hosts, "localhost", self.host)
 
     def endpoint(self, address: str = "127.0.0.1") -> str:
         """The URL of the API for a client; `address` is one at which a wildcard host is reached."""
         host = address if self.host in ("0.0.0.0", "::") else self.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/v1"

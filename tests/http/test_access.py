@@ -119,7 +119,7 @@ async def test_browsers_of_other_origins_are_let_in_only_where_configured(launch
     "path", ["/dashboard", "/dashboard/state", "/health", "/openapi.json", "/x"]
 )
 async def test_a_page_whose_name_was_made_to_resolve_to_us_reaches_nothing(launch, path):
-    async with launch(access=Access(host_names=("localhost", "Box.example"))) as server:
+    async with launch(access=Access(host_names=("localhost", "Box.example.", "lan:80"))) as server:
         for host in ("page.example", "page.example:8000", "localhost.page.example", "127.0.0.1.x"):
             rebound = {"host": host, "origin": f"http://{host}"}
             answer = await server.client.get(path, headers=rebound)
@@ -128,7 +128,14 @@ async def test_a_page_whose_name_was_made_to_resolve_to_us_reaches_nothing(launc
             answer = await server.client.post(CHAT_PATH, json=CHAT, headers=rebound)
             assert "ingress.allowed_hosts" in answer.json()["error"]["message"]
         assert not server.ranks[0].reserves
-        for host in ("localhost:9", "LOCALHOST.", "box.example", "127.0.0.1:8000", "[::1]:8000"):
+        for host in (
+            "localhost:9",
+            "LOCALHOST.",
+            "box.example",
+            "lan",
+            "127.0.0.1:8000",
+            "[::1]:8000",
+        ):
             answer = await server.client.post(CHAT_PATH, json=CHAT, headers={"host": host})
             assert answer.status_code == 200, host
 

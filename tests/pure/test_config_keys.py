@@ -57,9 +57,13 @@ def test_a_bad_key_is_refused_without_showing_it(keys: object, says: str, tmp_pa
     ("host", "allowed_hosts", "names"),
     [
         ("127.0.0.1", (), ("localhost",)),
+        ("127.0.1.1", (), ("localhost",)),
+        ("Localhost", (), ("localhost",)),
         ("::1", ("box.example",), ("box.example", "localhost")),
         ("0.0.0.0", (), None),
+        ("box.lan", (), None),
         ("0.0.0.0", ("box.example",), ("box.example", "localhost")),
+        ("box.lan", ("box.example",), ("box.example", "localhost")),
         ("127.0.0.1", ("*",), None),
     ],
 )
@@ -67,4 +71,9 @@ def test_host_names_are_open_only_where_others_reach_the_endpoint(host, allowed_
     ingress = ClusterConfig.model_validate(
         {"ingress": {"host": host, "allowed_hosts": allowed_hosts}}
     ).ingress
-    assert ingress.host_names == names
+    assert ingress.host_names == (names and (*names, host))
+
+
+def test_the_url_of_an_endpoint_on_an_ipv6_address_has_brackets():
+    ingress = ClusterConfig.model_validate({"ingress": {"host": "::1", "port": 9}}).ingress
+    assert ingress.endpoint() == "http://[::1]:9/v1"
