@@ -59,7 +59,6 @@ class RolloutDesk:
         ask: the supervisor's way to call a member: name, method, timeout in seconds, arguments.
         kill: ends a member's process, so that Ray starts it again.
         tell: has every member hear what has changed, now: what a supervisor alone knows ends with it.
-        settled: called when all members have come to a configuration, before it becomes the current one.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class RolloutDesk:
         ask: Ask,
         kill: Callable[[str], None],
         tell: Callable[[], Awaitable[None]],
-        settled: Callable[[ClusterConfig], Awaitable[None]],
     ) -> None:
         self._book = book
         self._groups = groups
         self._ask = ask
         self._kill = kill
         self._tell = tell
-        self._settled = settled
         self._rollout: Rollout | None = None
         self._asked: Rollout | None = None  # the last that `begin` made, not `scale`
         self._number = 0
@@ -194,8 +191,10 @@ class RolloutDesk:
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:
-        await self._settled(config)  # first: behind it nothing tells what was followed until now
+        is_new_policy = config.policy != self._book.policy
         self._book.assign(self._book.assignment.settle(self._number))
+        if is_new_policy:
+            self._book.command(config.policy)
         await self._tell()
         self._is_settled = True
 

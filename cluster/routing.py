@@ -153,6 +153,11 @@ class RouteBook:
         if version > self.version:
             self.version = version + 1
 
+    @property
+    def policy(self) -> PolicyConfig:
+        """What ranks and the allocator follow."""
+        return (self.order or self.assignment.config).policy
+
     def command(self, policy: PolicyConfig) -> PolicyOrder:
         """Everybody shall follow this policy; whoever starts again is told of it too."""
         self.version += 1

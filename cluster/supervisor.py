@@ -25,7 +25,6 @@ from cluster.rollout import RolloutDesk, Wish
 from cluster.routing import Member, RouteBook
 from cluster.telemetry import FrontShelf
 from configs.change import policy_change
-from configs.policy import PolicyConfig
 from configs.revisions import Assignment, Revision
 from configs.schema import ClusterConfig
 
@@ -76,8 +75,7 @@ class Supervisor:
         self._namespace = namespace
         self._hang_after_s = hang_after_s
         self._handles: dict[str, Any] = {}
-        hands = self._ask, self._end, self._tell_all, self._follow
-        self._desk = RolloutDesk(self._book, groups, *hands)
+        self._desk = RolloutDesk(self._book, groups, self._ask, self._end, self._tell_all)
         self._scaling = AutoscaleDesk(self._book, self._desk, groups, self._ask)
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
@@ -104,7 +102,7 @@ class Supervisor:
         self._watch()
         return {
             "version": self._book.version,
-            "policy": self._policy.name,
+            "policy": self._book.policy.name,
             "num_killed": self._num_killed,
             "is_settled": not self._book.behind(),
             "revision": self._book.assignment.current,
@@ -126,14 +124,7 @@ class Supervisor:
         """
         self._watch()
         await self._has_asked.wait()  # orders of an earlier supervisor are known then
-        return await self._command(policy_change(self._book.assignment.config, wanted))
-
-    @property
-    def _policy(self) -> PolicyConfig:
-        return (self._book.order or self._book.assignment.config).policy
-
-    async def _command(self, policy: PolicyConfig) -> dict[str, Any]:
-        order = self._book.command(policy)
+        order = self._book.command(policy_change(self._book.assignment.config, wanted))
         log.info("policy %s, order %d", order.policy.name, order.number)
         members = [member for member in self._book.usable if member.role != "drafter"]
         took = await asyncio.gather(*(self._tell(member) for member in members))
@@ -146,7 +137,7 @@ class Supervisor:
 
     async def settings(self) -> dict[str, Any]:
         """The configuration that all members have come to, with the policy they follow now."""
-        config = self._book.assignment.config.model_copy(update={"policy": self._policy})
+        config = self._book.assignment.config.model_copy(update={"policy": self._book.policy})
         return config.model_dump(mode="json")
 
     async def revision_of(self, name: str) -> Revision:
@@ -174,11 +165,6 @@ class Supervisor:
         self._watch()
         await self._has_asked.wait()
         return await self._desk.drain(name, is_drained=is_drained)
-
-    async def _follow(self, config: ClusterConfig) -> None:
-        """All members have come to this configuration."""
-        if config.policy != self._policy:
-            await self._command(config.policy)
 
     async def stats(self) -> dict[str, Any]:
         """The counters of every member that answers."""

@@ -21,7 +21,7 @@ def desk_over(book: RouteBook) -> RolloutDesk:
     async def nothing(*_: Any) -> None:
         pass
 
-    return RolloutDesk(book, (), nothing, lambda _name: None, nothing, nothing)
+    return RolloutDesk(book, (), nothing, lambda _name: None, nothing)
 
 
 async def test_a_rank_that_was_assigned_settings_and_never_restarted_for_them_is_due_again(
