@@ -97,12 +97,14 @@ class EndpointClient:
         """Streams that ended with an error event, since the replicas started.
 
         Raises:
-            CommandError: the endpoint cannot be reached.
+            CommandError: the endpoint cannot be reached, or does not tell.
         """
         try:
             response = self._http.get(f"{self.base_url.removesuffix('/v1')}/metrics")
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
+        if response.status_code != httpx.codes.OK:
+            raise _not_ours(self.base_url)
         lines = (line for line in response.text.splitlines() if line.startswith(FAILED_STREAMS))
         return sum(int(float(line.split()[-1])) for line in lines)
 

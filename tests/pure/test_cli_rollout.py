@@ -279,3 +279,17 @@ def test_another_cluster_gets_the_new_weights_on_its_head_and_rolls_out_from_the
     assert asked[-1] == ("drain", "target-1", "--cluster", "auto")
     assert main(["rollout", "--drafter", "/no/such/folder", *where]) == 1
     assert "no such folder on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "failed"), [(200, 3), (503, None)])
+def test_failed_streams_are_those_of_all_replicas_or_nobody_knows(
+    status: int, failed: int | None
+) -> None:
+    page = 'dspark:num_failed_total{ingress="a"} 2.0\ndspark:num_failed_total{ingress="b"} 1.0\n'
+    answer = httpx.Response(status, text=page if failed else "")
+    with EndpointClient("http://h/v1", httpx.MockTransport(lambda _: answer)) as client:
+        if failed is not None:
+            assert client.failed_streams() == failed
+            return
+        with pytest.raises(CommandError):
+            client.failed_streams()
