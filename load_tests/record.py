@@ -56,10 +56,14 @@ class Record:
         while True:
             try:
                 page = (await self._client.get(self._url)).raise_for_status().text
-            except httpx.HTTPError:
+                sample = sample_of(page, time.monotonic() - self._started)
+            except (
+                httpx.HTTPError,
+                ValueError,
+                KeyError,
+            ):  # it is down, or says what we cannot read
                 self.num_missed += 1
             else:
-                sample = sample_of(page, time.monotonic() - self._started)
                 self.samples.append(sample)
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(sample)) + "\n")

@@ -88,6 +88,8 @@ class RankCalibration:
 
     def adjust(self, drafted: Drafted) -> Float32:
         """Conditional confidences [R, gamma] as they are believed now."""
+        if not self._config.online:  # nothing is ever learned
+            return drafted.confidences
         shifts = self._shifts[drafted.rules]
         for rule, calibration in self.by_rule.items():
             mine = drafted.rules == rule

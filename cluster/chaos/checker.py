@@ -92,7 +92,9 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        return self.total.is_clean and not self.num_leaks and self.is_whole
+        """Nothing went wrong, and every kind that was asked for has struck: a storm that did nothing proves nothing."""
+        has_struck = all(kind.num_struck for kind in self.by_kind.values() if kind.num_asked)
+        return self.total.is_clean and not self.num_leaks and self.is_whole and has_struck
 
     def add(self, other: Verdict) -> None:
         """Take in the verdict on another history."""

@@ -65,7 +65,11 @@ def text(told: dict[str, Any], kept_in: Sequence[str], num_shown: int = 20) -> s
         lines.append(f"  … and {len(problems) - num_shown} more")
     lines += [f"history {path}" for path in kept_in]
     if told["kills"] < told["asked"]:
-        lines.append(f"the time was over after {told['kills']} of {told['asked']} faults")
+        never = [name for name, n in told["by_kind"].items() if n["asked"] and not n["kills"]]
+        lines.append(
+            f"the time was over after {told['kills']} of {told['asked']} faults"
+            + (f"; never struck, raise --seconds: {', '.join(never)}" if never else "")
+        )
     verdict = "PASS" if told["ok"] else "FAIL"
     lines.append(
         f"{verdict}: {told['kills']} faults, {told['streams']} streams, {told['failed_streams']} failed, "

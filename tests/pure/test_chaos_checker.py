@@ -167,6 +167,14 @@ def test_what_is_left_behind_and_a_storm_that_broke_off_are_violations() -> None
     assert not check(sound()[:-1]).is_clean
 
 
+def test_a_storm_of_which_a_kind_never_struck_proves_nothing() -> None:
+    calm = [e for e in sound() if e.get("fault") != 0]  # the rank's
+    verdict = check(calm)
+    assert not verdict.is_clean and not verdict.problems
+    said = text(report(verdict), [])
+    assert "never struck, raise --seconds: rank" in said and "FAIL" in said
+
+
 def test_a_client_that_hung_up_is_judged_by_what_it_got() -> None:
     events = sound()
     of(events, "c0.0", "end").update(how="aborted")
