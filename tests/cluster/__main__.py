@@ -72,9 +72,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=6, help="open while a host dies (default 6)")
     parser.add_argument("--tokens", type=int, default=1200, help="of each stream (default 1200)")
     parser.add_argument(
-        "--only",
-        choices=("loss", "slow"),
-        help="a host is lost, or a host is slow; both by default",
+        "--slow",
+        action="store_true",
+        help="instead: one host computes slower; measured, so nothing else may run",
     )
     parser.add_argument("--keep", action="store_true", help="keep the logs when all went well too")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

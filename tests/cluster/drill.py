@@ -20,7 +20,7 @@ from tests.cluster import slow_host, tiny_mixture
 from tests.cluster.hosts import ENVIRONMENT, Host, Network
 from tests.cluster.one_process import greedy
 from tests.cluster.operator_machine import Operator
-from tests.cluster.steps import say, step
+from tests.cluster.steps import foretold, say, step
 from tests.cluster.streams import Load, Stream, prompts
 
 OPERATOR = "10.77.0.1"
@@ -69,20 +69,20 @@ class Drill:
     def steps(self) -> None:
         with step("switch on one head and three workers"):
             self._boot()
-        with step("the same prompts in one process, without speculation"):
-            self.expected = greedy(self.config, self.prompts, self.arguments.tokens)
         with step("dspark up: ray up on the four hosts"):
             up = self.operator.dspark("up", str(self.operator.file))
             assert len(up["nodes"]) == 1 + len(WORKERS), up
-        if self.arguments.only != "slow":
-            self._lose_a_host()
-        if self.arguments.only != "loss":
+        if self.arguments.slow:
             self._slow_a_host()
+        else:
+            self._lose_a_host()
         with step("dspark down: no Ray on any host"):
             self.operator.dspark("down", str(self.operator.file))
             self._check_hosts_are_idle()
 
     def _lose_a_host(self) -> None:
+        with step("the same prompts in one process, without speculation"):
+            self.expected = greedy(self.config, self.prompts, self.arguments.tokens)
         with step("dspark deploy: two groups of two ranks, the model copied to the hosts"):
             deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
             self.endpoint = deployed["endpoint"]
@@ -112,13 +112,14 @@ class Drill:
             slow_host.check_profiles(self.operator, rank)
         with step("each its own budget against equal ones"):
             found = slow_host.compare(self.operator, self.endpoint, rank, "lagged")
-            assert found.share < 1 / found.num_ranks, "streams did not go where they are faster"
+            foretold(found.share < 1 / found.num_ranks, "streams go where they are faster")
         self._end_deployment()
         with step("the same as one group over all hosts"):
             rank = self._deploy_slow(slow, 4)
         with step("joint budgets against equal ones"):
             found = slow_host.compare(self.operator, self.endpoint, rank, "joint")
-            assert found.slow < found.healthy, "the slow host was given no smaller budget"
+            foretold(found.slow < found.healthy, "the slow host is given the smaller budget")
+            foretold(found.gain > 1, "that is faster than equal budgets")
         self._end_deployment()
 
     def _deploy_slow(self, slow: Host, group_size: int) -> str:

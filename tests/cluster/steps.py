@@ -25,6 +25,11 @@ def say(text: str) -> None:
     _write(f"             {text}")
 
 
+def foretold(is_so: bool, what: str) -> None:
+    """What a measurement should show. Said, not asserted: other work on the machine changes it, and no token."""
+    say(f"{'as foretold' if is_so else 'NOT AS FORETOLD (did anything else run?)'}: {what}")
+
+
 def _write(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
