@@ -45,9 +45,7 @@ def main() -> int:
         _say(f"SKIPPED: {reason}")
         return 0
     more = []
-    if (
-        arguments.only != "loss"
-    ):  # the hosts reach nothing outside: what they serve must be there before
+    if arguments.slow:  # the hosts reach nothing outside: what they serve must be there before
         from actors.engine.gguf_import import ensure_smollm2
 
         more = ["--bundled", str(ensure_smollm2())]
