@@ -57,6 +57,7 @@ class RankTurns(Shell):
         super().send_all(others)
         for _, answer in (sent for sent in outgoing if sent[0].name == self.seat.name):
             require_token(answer)
+            self._rank.counters.forget()
             self.enter("ready", self._note)
 
     def turn(self) -> None:

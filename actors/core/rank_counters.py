@@ -36,6 +36,11 @@ class RankCounters:
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceCounters.zero(self.gamma)
 
+    def forget(self) -> None:
+        """Count from 0 again: what came before the rank was ready was nobody's request."""
+        for name, zero in vars(RankCounters(self.gamma)).items():
+            setattr(self, name, zero)
+
     def count_drafting(self, choice: DraftChoice) -> None:
         self.num_draft_pauses += choice.event == "pause"
         self.num_draft_probes += choice.event == "probe"

@@ -36,7 +36,15 @@ class Client:
         self.text, self.done, self.num_pieces = "", False, 0
 
     async def read(self, http: httpx.AsyncClient) -> None:
+        """Ask again as long as there is no room for the prompt, as a client does."""
+        while not await self._is_read(http):
+            await asyncio.sleep(0.2)
+
+    async def _is_read(self, http: httpx.AsyncClient) -> bool:
         async with http.stream("POST", "/v1/completions", json=body(self.index)) as response:
+            if response.status_code == 429 and "KV blocks needed" in str(await response.aread()):
+                assert int(response.headers["retry-after"]) > 0
+                return False
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 data = line.removeprefix("data: ")
@@ -46,7 +54,8 @@ class Client:
                     self.text += json.loads(data)["choices"][0]["text"]
                     self.num_pieces += 1
                 if self.leaves_after is not None and self.num_pieces >= self.leaves_after:
-                    return
+                    break
+        return True
 
 
 async def storm(http: httpx.AsyncClient, clients: list[Client], rng: random.Random) -> None:

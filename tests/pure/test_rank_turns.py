@@ -37,6 +37,13 @@ def test_a_rank_that_cannot_serve_a_token_is_never_called_ready(
     assert describe(shell).phase == "failed"
 
 
+def test_the_proof_that_a_rank_serves_is_nobodys_request_and_counted_nowhere(start: Any) -> None:
+    until_ready(shell := start_target(start))
+    stats = asyncio.run(shell.stats())
+    counted = ("num_committed", "num_finished", "num_steps", "num_prefill_tokens")
+    assert [stats[name] for name in counted] == [0, 0, 0, 0]
+
+
 def test_a_drained_rank_refuses_gives_its_streams_back_and_takes_them_again(
     start: Any, client: ZmqLink
 ) -> None:
