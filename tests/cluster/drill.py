@@ -102,24 +102,22 @@ class Drill:
         self._end_deployment()
 
     def _slow_a_host(self) -> None:
-        """Ranks on their own learn it from their profiles; a group, which waits for its slowest, from its steps."""
+        """A group, which waits for its slowest, learns it from its steps; ranks on their own from their profiles."""
         slow = self.network.hosts["h1"]
         slow.limit_cpu(slow_host.CORES)
-        with step(
-            f"{slow.name} gets {slow_host.CORES} of a core; the bundled model, a rank a host"
-        ):
-            rank = self._deploy_slow(slow, 1)
-            slow_host.check_profiles(self.operator, rank)
-        with step("each its own budget against equal ones"):
-            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged")
-            foretold(found.share < 1 / found.num_ranks, "streams go where they are faster")
-        self._end_deployment()
-        with step("the same as one group over all hosts"):
+        with step(f"{slow.name} gets {slow_host.CORES} of a core; one group over all hosts"):
             rank = self._deploy_slow(slow, 4)
         with step("joint budgets against equal ones"):
             found = slow_host.compare(self.operator, self.endpoint, rank, "joint")
             foretold(found.slow < found.healthy, "the slow host is given the smaller budget")
             foretold(found.gain > 1, "that is faster than equal budgets")
+        self._end_deployment()
+        with step("the same model, a rank a host"):
+            rank = self._deploy_slow(slow, 1)
+            slow_host.check_profiles(self.operator, rank)
+        with step("each its own budget against equal ones"):
+            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged")
+            foretold(found.share < 1 / found.num_ranks, "streams go where they are faster")
         self._end_deployment()
 
     def _deploy_slow(self, slow: Host, group_size: int) -> str:
