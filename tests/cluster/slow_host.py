@@ -27,6 +27,7 @@ QUESTIONS = (
     "Write a SQL query that counts the orders of each customer.",
     "Give me a recipe for pancakes with exact amounts.",
 )
+_RULE = re.compile(r'^dspark:published_budgets_total\{rule="([^"]+)"\} (\S+)$', re.MULTILINE)
 _SAMPLE = re.compile(r"^dspark:(rounds|scheduled_tokens)_total\{(.*)\} (\S+)$", re.MULTILINE)
 _RANK = re.compile(r'rank="([^"]+)"')
 
@@ -112,6 +113,8 @@ def compare(operator: Operator, endpoint: str, slow_rank: str, policy: str) -> C
         f"{statistics.median(speeds[1]):.1f} with {length} for everybody; "
         f"ratio {found.gain:.2f} (from {min(gains):.2f} to {max(gains):.2f})"
     )
+    rules = _RULE.findall(_metrics(endpoint))
+    say(f"budgets of the allocator by rule: {', '.join(f'{n} {float(c):.0f}' for n, c in rules)}")
     return found
 
 
@@ -169,11 +172,15 @@ def _measure(endpoint: str) -> Measured:
 def _counts(endpoint: str) -> dict[tuple[str, str], float]:
     """Rounds and verified draft tokens so far, by rank."""
     time.sleep(2.5)  # the supervisor asks the members at most once a second
-    url = endpoint.removesuffix("/v1") + "/metrics"
     counts: dict[tuple[str, str], float] = {}
-    for name, labels, value in _SAMPLE.findall(httpx.get(url, timeout=20, trust_env=False).text):
+    for name, labels, value in _SAMPLE.findall(_metrics(endpoint)):
         found = _RANK.search(labels)
         assert found is not None, labels
         key = (name, found[1])
         counts[key] = counts.get(key, 0.0) + float(value)
     return counts
+
+
+def _metrics(endpoint: str) -> str:
+    url = endpoint.removesuffix("/v1") + "/metrics"
+    return httpx.get(url, timeout=20, trust_env=False).text
