@@ -153,6 +153,8 @@ class DrafterActor(Shell):
 
     def _missed(self, message: CloseDraft) -> tuple[str, ...]:
         """Requests of the rank that are over, though nobody said so here."""
+        if not message.before_step:  # an ordinary end
+            return ()
         missed = tuple(
             request_id
             for request_id, (rank, _, step, _) in self._owners.items()

@@ -20,6 +20,13 @@ def read_json(text: str | bytes) -> Any:
         content = json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
+    # No text is deeper than it has brackets, and counting them is quick; long prompts of token ids have hardly any.
+    if isinstance(text, bytes):
+        num_brackets = text.count(b"[") + text.count(b"{")
+    else:
+        num_brackets = text.count("[") + text.count("{")
+    if num_brackets <= MAX_NESTING:
+        return content
     level, depth = [content], 0
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1
