@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.core.autoscale import Autoscaler, ScaleDecision, ScaleLimits, UnitLoad
-from actors.core.rollout_plan import Bounds
+from actors.core.rollout_plan import Bounds, units_of
 from cluster.rollout import RolloutDesk
 from cluster.routing import RouteBook
 from configs.autoscale import AutoscaleConfig
@@ -84,7 +84,7 @@ class AutoscaleDesk:
     @property
     def _units(self) -> list[tuple[str, ...]]:
         ranks = [m.name for m in self._book.members.values() if m.role == "target"]
-        return [*self._groups] or [(name,) for name in ranks]
+        return [unit.members for unit in units_of((), ranks, self._groups)]
 
     def _state(self, unit: tuple[str, ...]) -> Any:
         states = {self._book.members[name].state for name in unit}

@@ -34,6 +34,11 @@ def emit_json(value: Mapping[str, Any], to: TextIO | None = None) -> None:
     say(json.dumps(value, ensure_ascii=False), to=to)
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """The words of `A,B,…`."""
+    return tuple(word for part in text.split(",") if (word := part.strip()))
+
+
 def dim(text: str) -> str:
     return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
 

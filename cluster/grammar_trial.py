@@ -37,9 +37,8 @@ class GrammarTrial:
                 self._tokens = llguidance.LLTokenizer(
                     codec.tokenizer.to_str(), codec.vocab_size, list(codec.eos_token_ids)
                 )
-            except (
-                Exception
-            ) as error:  # the library's own kinds; without grammars all else is served
+            # The library has kinds of its own; without grammars all else is served.
+            except Exception as error:
                 self._unusable = f"the tokenizer of this model cannot follow grammars ({error})"
                 log.warning("%s: requests for formats are refused", self._unusable)
 

@@ -42,7 +42,6 @@ COUNTERS = ("dspark:steps_total", "dspark:step_seconds_total")
 # The beginning of a process's title, and what it is called in the report; the first that fits.
 ROLES = (
     ("ray::Target", "rank"),
-    ("ray::Drilled", "rank"),
     ("ray::Drafter", "drafter"),
     ("ray::Allocator", "allocator"),
     ("ray::Supervisor", "supervisor"),

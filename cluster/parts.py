@@ -118,12 +118,9 @@ def fetch_model(config: ClusterConfig) -> None:
     """
     if Path(config.model.path).expanduser().is_dir():
         return
-    found = subprocess.run(
-        [sys.executable, "-c", _FETCH, config.model.path], stdout=subprocess.PIPE, text=True
-    )
-    if found.returncode:
-        lines = found.stdout.strip().splitlines() or [f"exit status {found.returncode}"]
-        raise ModelNotFoundError(lines[-1])
+    is_there, said = _ask_apart(_FETCH, config.model.path)
+    if not is_there:
+        raise ModelNotFoundError(said)
 
 
 def check_drafter(config: ClusterConfig) -> DrafterCheck:
@@ -132,23 +129,28 @@ def check_drafter(config: ClusterConfig) -> DrafterCheck:
     Raises:
         DrafterMisfitError: it does not load, or does not fit the target.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _CHECK, config.model_dump_json()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = done.stdout.strip().splitlines()
-    if done.returncode:
-        wrong = said or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        named = (
-            ""
-            if wrong[-1].startswith("model.drafter")
-            else f"model.drafter={config.model.drafter!r}: "
+    fits, said = _ask_apart(_CHECK, config.model_dump_json(), stderr=subprocess.PIPE)
+    if not fits:
+        is_named = said.startswith("model.drafter")
+        raise DrafterMisfitError(
+            said if is_named else f"model.drafter={config.model.drafter!r}: {said}"
         )
-        raise DrafterMisfitError(named + wrong[-1])
-    found = json.loads(said[-1])
+    found = json.loads(said)
     return DrafterCheck(tuple(found["taps"]), tuple(found["remarks"]))
+
+
+def _ask_apart(code: str, argument: str, stderr: int | None = None) -> tuple[bool, str]:
+    """Run code in a process of its own: whether it went well, and the last line it said.
+
+    Args:
+        stderr: None: the user's; PIPE: it speaks only when there is nothing else to say.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code, argument], stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
+    said = done.stdout.strip() or (done.stderr or "").strip()
+    lines = said.splitlines() or [f"exit status {done.returncode}"]
+    return done.returncode == 0, lines[-1]
 
 
 # --- in the actors ----------------------------------------------------------------------------------------------------

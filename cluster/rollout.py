@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from actors.core.rollout import Action, Rollout, Sight, Step
-from actors.core.rollout_plan import Bounds, Unit, require_somebody_left, units_of
+from actors.core.rollout_plan import Bounds, Unit, members_with, require_somebody_left, units_of
 from actors.engine.base import TargetSpec
 from actors.peers import Description
 from cluster.routing import Member, RouteBook
@@ -215,10 +215,8 @@ class RolloutDesk:
                 ranks = [name for name in names if book.members[name].role == "target"]
                 book.hold(ranks, is_held=action.kind == "hold")
             case "assign":
-                for name in names:
-                    book.members[
-                        name
-                    ].last_failure = ""  # what it says from now on is of the new one
+                for name in names:  # what it says from now on is of the new one
+                    book.members[name].last_failure = ""
                 book.assign(book.assignment.give(names, action.revision))
                 await self._tell()
             case "move":
@@ -262,7 +260,7 @@ class RolloutDesk:
         ranks = [member.name for member in self._ranks]
         if name not in ranks:
             raise RolloutError(f"there is no rank {name!r}: there are {', '.join(ranks)}")
-        members = next((group for group in self._groups if name in group), (name,))
+        members = members_with(name, self._groups)
         left = self._open_ranks - {*members}
         if is_drained and not left:
             raise RolloutError(

@@ -15,9 +15,8 @@ DEFAULT_BINS = 15
 MAX_SHIFT = 12.0
 HALVINGS = 30
 
-NUM_KNOTS = (
-    3  # where a curve may bend: at quantiles of the logits of rounds that reach the position
-)
+# Where a curve may bend: at quantiles of the logits of rounds that reach the position.
+NUM_KNOTS = 3
 BEND_PENALTY = 3.0  # half of it, times a squared bend, is what bending costs in log likelihood
 SLOPE_PENALTY = 1.0  # the same for a slope that is not 1
 LEAST_SLOPE, MAX_SLOPE = 0.05, 10.0  # a curve never falls, and never becomes a step

@@ -142,13 +142,15 @@ class CommitBatch:
 
 @dataclass(frozen=True)
 class CloseDraft:
-    """These requests are over (or moved away): forget their context."""
+    """These requests are over (or moved away): forget their context.
+
+    Attributes:
+        before_step: when above 0, so is whatever the rank last told of before that step: word of its end was lost.
+    """
 
     rank: str
     request_ids: tuple[str, ...]
-    before_step: int = (
-        0  # and whatever of the rank was last heard of before: word of its end was lost
-    )
+    before_step: int = 0
 
 
 # --- received by the allocator --------------------------------------------------------------------------------------

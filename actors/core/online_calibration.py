@@ -33,9 +33,7 @@ Keys = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 MEMORY_ROUNDS = 1024.0  # after so many a share 1 / e of what was learned is left
-REFERENCE_ROUNDS = (
-    4096.0  # the same of what recent rounds are held against: it must not follow them
-)
+REFERENCE_ROUNDS = 4096.0  # the same of what recent rounds are held against: not to follow them
 CHECK_ROUNDS = 32  # rounds between two fits, and two looks for a change
 CHECK_STEPS = 4  # but at most every so many steps: a large batch shall not pay for it each time
 WARM_UP_ROUNDS = 96  # of a fit, before its predictions are held against labels

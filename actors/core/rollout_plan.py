@@ -31,18 +31,18 @@ class NobodyLeftError(ValueError):
     """The ranks to be restarted are all there are: nobody would serve meanwhile."""
 
 
+def members_with(name: str, groups: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The ranks that step together with this one, itself among them."""
+    return next((group for group in groups if name in group), (name,))
+
+
 def units_of(
     drafters: Iterable[str], ranks: Iterable[str], groups: Sequence[tuple[str, ...]]
 ) -> tuple[Unit, ...]:
     """Members in the order of their turns: drafters first, then ranks; of a group all or none."""
     units = [Unit((name,), "drafter") for name in drafters]
-    taken: set[str] = set()
-    for name in ranks:
-        if name not in taken:
-            members = next((group for group in groups if name in group), (name,))
-            taken |= {*members}
-            units.append(Unit(members, "target"))
-    return tuple(units)
+    together = dict.fromkeys(members_with(name, groups) for name in ranks)
+    return (*units, *(Unit(members, "target") for members in together))
 
 
 def require_somebody_left(units: Iterable[Unit], ranks: Collection[str], bounds: Bounds) -> None:

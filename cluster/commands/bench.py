@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from cluster.console import listed
+
 
 def add_options(bench: argparse.ArgumentParser) -> None:
     """The frontier by default; `--engine-only`, `--ranks` and `--overhead` measure something else."""
@@ -36,7 +38,7 @@ def _add_frontier(frontier: argparse._ArgumentGroup) -> None:
     )
     frontier.add_argument(
         "--policies",
-        type=_names,
+        type=listed,
         metavar="A,B,…",
         help="none, fixed (every length), fixed-2, fixed-max, mtp1, threshold, lagged, joint (default: all)",
     )
@@ -70,19 +72,15 @@ def _add_frontier(frontier: argparse._ArgumentGroup) -> None:
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for part in text.split(",") if (name := part.strip()))
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(sorted({int(part) for part in _names(text)}))
+    counts = tuple(sorted({int(part) for part in listed(text)}))
     if not counts or counts[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: use numbers of streams, such as 1,4,16")
     return counts
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    numbers = tuple(sorted({float(part) for part in _names(text)}))
+    numbers = tuple(sorted({float(part) for part in listed(text)}))
     if not numbers or numbers[0] < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: use temperatures, such as 0,1")
     return numbers

@@ -13,7 +13,7 @@ from cluster.chaos.checker import Verdict, check
 from cluster.chaos.history import read_history
 from cluster.chaos.plan import KINDS, Topology, plan
 from cluster.chaos.report import report, text
-from cluster.console import CommandError, emit_json, note, say
+from cluster.console import CommandError, emit_json, listed, note, say
 from configs.load import load
 from configs.schema import ClusterConfig
 
@@ -144,7 +144,7 @@ def _count(word: str) -> int:
 
 
 def _kinds(words: str) -> tuple[str, ...]:
-    names = tuple(name for part in words.split(",") if (name := part.strip()))
+    names = listed(words)
     unknown = [name for name in names if name not in KINDS]
     if unknown or not names:
         raise argparse.ArgumentTypeError(f"{words!r}: use some of {', '.join(KINDS)}")

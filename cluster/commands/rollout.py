@@ -21,7 +21,7 @@ from configs.schema import ClusterConfig
 POLL_INTERVAL_S = 0.5
 LOST_AFTER_S = 60.0  # a supervisor that starts again answers before that
 DRAFTER_SETTINGS = {"model.drafter", "drafter.gamma", "drafter.draft_top_k"}
-COLUMNS = ("members", "role", "outcome", "seconds", "moved")
+COLUMNS = ("member", "role", "outcome", "seconds", "moved")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +197,7 @@ def _describe(report: dict[str, Any]) -> str:
         for m in report["members"]
     ]
     failed = "unknown" if report["failed_streams"] is None else report["failed_streams"]
-    text = table(["member", *COLUMNS[1:]], rows) + "\n\n" if rows else ""
+    text = table([*COLUMNS], rows) + "\n\n" if rows else ""
     text += (
         f"revision {report['revision']}: {report['outcome']} after {report['seconds']:.1f} s; "
         f"streams moved {report['moved_streams']}, failed {failed}"

@@ -26,7 +26,7 @@ def compress(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if (
             tensor.dim() != 2 or len(tensor) == 1
-        ):  # one row, as of a confidence head, is not worth it
+        ):  # one row, as a confidence head has, is not worth it
             stored[name] = tensor.to(torch.bfloat16)
             continue
         exact = tensor.float()

@@ -43,9 +43,8 @@ class DrafterProcess:
     def __init__(
         self, drafter_dir: Path, target_dir: Path, gammas: Sequence[int], dtype: torch.dtype
     ) -> None:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork would inherit torch's threads, not start them
+        # A fork would inherit torch's threads, and not start them.
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         given = (theirs, drafter_dir, target_dir, tuple(gammas), dtype, torch.get_num_threads())
         self._process = context.Process(target=_serve, args=given, daemon=True)
