@@ -142,11 +142,8 @@ class CommitBatch:
 
 @dataclass(frozen=True)
 class CloseDraft:
-    """These requests are over (or moved away): forget their context.
-
-    Attributes:
-        before_step: when above 0, so is whatever the rank last told of before that step: word of its end was lost.
-    """
+    """These requests are over (or moved away): forget their context. With `before_step` above 0, so is whatever the
+    rank last told of in an earlier step: word of its end was lost."""
 
     rank: str
     request_ids: tuple[str, ...]
