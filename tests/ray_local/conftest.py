@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -106,8 +108,11 @@ class Cluster:
         return ray.get(getattr(actor, method).remote(*arguments), timeout=30)
 
     def kill(self, name: str) -> None:
-        """As a crash would: Ray starts it again."""
-        ray.kill(ray.get_actor(name, namespace=launcher.NAMESPACE), no_restart=False)
+        """As a crash would: Ray starts it again. Its process is gone when this returns."""
+        actor = ray.get_actor(name, namespace=launcher.NAMESPACE)
+        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        ray.kill(actor, no_restart=False)
+        self.until(lambda: not psutil.pid_exists(pid))  # until then it may still answer
 
     def until(self, condition: Callable[[], Any], within_s: float = 60.0) -> Any:
         deadline = time.monotonic() + within_s
