@@ -1,13 +1,11 @@
 """From configuration and a loaded engine to what a rank needs: limits, decisions, the cost curve, a check of rows.
 
-Rank 0 of a group measures and checks for all of it, while the others take part in its steps.
+Rank 0 of a group checks for all of it, while the others take part in its steps; all measure at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from actors.core.admission import RankLimits
 from actors.core.local_policy import LocalPolicy
@@ -61,20 +59,6 @@ def rank_of(
 def gamma_of(config: ClusterConfig) -> int:
     """Draft tokens of a block; 0 without a drafter."""
     return config.drafter.gamma if config.model.drafter else 0
-
-
-def measured_times(
-    engine: TargetEngine,
-    config: ClusterConfig,
-    measure: MeasureSteps,
-    member: GroupMember | None,
-) -> StepTimes:
-    """The cost curve of the rank."""
-    if member is None:
-        return measure(engine, config)
-    told = member.led(lambda: np.stack(measure(engine, config)).ravel().tolist())
-    tokens, requests, seconds = np.reshape(told, (3, -1))
-    return tokens, requests, seconds
 
 
 def rows_are_invariant(engine: TargetEngine, member: GroupMember | None) -> bool:

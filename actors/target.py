@@ -21,7 +21,6 @@ from actors.rank_start import (
     decider_of,
     farewells,
     gamma_of,
-    measured_times,
     misfit,
     policy_of,
     rank_of,
@@ -88,7 +87,7 @@ class TargetActor(RankTurns):
         note = self._check_rows() if config.model.numerics == "reproducible" else ""
         self.enter("measuring", "step times")
         spec, endpoint = self._engine.spec, self.link.endpoint
-        measured = measured_times(self._engine, config, self._measure_steps, self._member)
+        measured = self._measure_steps(self._engine, config)
         times = self._policy.times
         self._profile = OwnProfile(endpoint, spec.identity, measured, gamma_of(config), times)
         if self._profile.problem:

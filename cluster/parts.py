@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from actors.core.lockstep import group_of
@@ -186,9 +187,14 @@ def drafter_engine(config: ClusterConfig, seat: Seat) -> DrafterEngine:
 
 
 def measure_steps(engine: TargetEngine, config: ClusterConfig) -> StepTimes:
-    """Times of complete steps of this engine on this machine, from the cache where they are known."""
+    """Times of complete steps of this engine on this machine, from the cache where they are known.
+
+    Ranks of a group measure together, so they do it as soon as one of them has nothing kept.
+    """
     from actors.engine.step_profile import quick_samples
     from actors.engine.target_engine import TorchTargetEngine
 
     assert isinstance(engine, TorchTargetEngine)
-    return cached_samples(engine.spec, config, lambda: quick_samples(engine, config)).curve()
+    is_enough = bool if engine.model.sharding is None else engine.group.all_say
+    meter = partial(quick_samples, engine, config)
+    return cached_samples(engine.spec, config, meter, is_enough=is_enough).curve()

@@ -33,11 +33,16 @@ def cached_samples(
     config: ClusterConfig,
     measure: Callable[[], StepSamples],
     folder: Path = FOLDER,
+    is_enough: Callable[[bool], bool] = bool,
 ) -> StepSamples:
-    """What was measured before under the same identity, else what `measure` says now."""
+    """What was measured before under the same identity, else what `measure` says now.
+
+    Args:
+        is_enough: told whether something is kept, it says whether that will do.
+    """
     path = profile_path(spec, config, folder)
     kept = read_samples(path)
-    if kept is not None:
+    if is_enough(kept is not None) and kept is not None:
         return kept
     measured = measure()
     keep_samples(path, measured)
@@ -50,7 +55,10 @@ def read_samples(path: Path) -> StepSamples | None:
         kept = json.loads(path.read_text(encoding="utf-8"))
         tokens, requests, context = (np.asarray(kept[name], np.int64) for name in _COLUMNS)
         times_s = np.asarray(kept["times_s"], np.float64)
-        return StepSamples(tokens, requests, context, times_s, int(kept["curve_context_len"]))
+        shared = kept.get("shared_s")
+        shared_s = None if shared is None else np.asarray(shared, np.float64)
+        at = int(kept["curve_context_len"])
+        return StepSamples(tokens, requests, context, times_s, at, shared_s)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -62,6 +70,8 @@ def keep_samples(path: Path, samples: StepSamples) -> bool:
     """Write them for later starts; False when that is not possible."""
     content = {name: getattr(samples, name).tolist() for name in (*_COLUMNS, "times_s")}
     content["curve_context_len"] = samples.curve_context_len
+    if samples.shared_s is not None:
+        content["shared_s"] = samples.shared_s.tolist()
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

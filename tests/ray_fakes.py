@@ -14,6 +14,7 @@ import numpy as np
 from actors.core.layout import StepPlan, StepResult
 from actors.core.lockstep import StepLayout
 from actors.core.messages import CommitBatch, ProposalBatch
+from actors.core.own_profile import StepTimes
 from actors.engine.base import DrafterSpec, TargetEngine, TargetSpec
 from actors.peers import Seat
 from configs.schema import ClusterConfig
@@ -167,7 +168,7 @@ class FakeDrafter:
         return tuple(self._held)
 
 
-def fake_step_times(engine: Any, config: ClusterConfig) -> Any:
+def fake_step_times(engine: Any, config: ClusterConfig) -> StepTimes:
     """A step costs a constant and a little for each token."""
     batch_tokens = np.array([1, 2, 4, 8, 16, 32, 64], np.int32)
-    return batch_tokens, np.minimum(batch_tokens, 16), STEP_S + 1e-5 * batch_tokens
+    return StepTimes(batch_tokens, np.minimum(batch_tokens, 16), STEP_S + 1e-5 * batch_tokens)

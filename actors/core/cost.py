@@ -4,6 +4,10 @@ f_r is what a rank does on its own (attention, drafting, its dense layers), g wh
 collectives). The measured curve of each rank is the prior: f_r is that curve, g is nothing. Served steps then move
 one factor common to all curves, the cost of a context token, a factor per rank, and g on a few knots.
 
+A step's time alone says little about who held it up: it is laid to the rank that should have been the slowest, so a
+slow machine looks like the others. Where ranks tell what they did for their own tokens there is nothing to guess: each
+factor follows that rank's own time, and drafting and g are what remains beside the slowest.
+
 SPS of an isolated node is the case of one rank.
 """
 
@@ -31,6 +35,10 @@ CALIBRATION_STEPS = 4  # their median says how much slower everything is than it
 MAX_ERROR_LOG = 0.35  # mean prediction error above which the model is not to be searched over
 RANK_STEP_LOG = 0.01  # how fast the factor of a single rank moves
 RANK_NOISE_LOG = 0.02  # a mean gap below this says nothing about one rank
+OWN_FIRST_LOG, OWN_STEP_LOG = (
+    0.25,
+    0.01,
+)  # how far a told time moves its rank's factor: at first, and later
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class LockstepModel:
     Attributes:
         num_outliers: steps whose pull was bounded.
         num_restarts: times a run of outliers was taken for a new regime.
+        tells_own: curves hold what each rank does for its own tokens, and served steps are told apart likewise.
     """
 
     def __init__(self, num_ranks: int, shared: SharedTime | None = None) -> None:
@@ -58,13 +67,16 @@ class LockstepModel:
         self._knots = knots
         self._known_shared = np.zeros(len(knots)) if shared is None else shared(knots)
         self.rank_scale = np.ones(num_ranks)
+        self.tells_own = False
         self.num_steps = self.num_outliers = self.num_restarts = 0
         self._surprises = 0
         self._error_log = 0.0
         self._first_gaps: list[float] = []
         self._rank_gap = np.zeros(num_ranks)
-        # Unknowns: the common factor of all curves; then, in `_unit`s, the cost of a million context tokens, what g
-        # costs at its first knot, and what it adds up to each following one. None is negative.
+        self._num_own = np.zeros(num_ranks)  # steps of which each rank told its own time
+        # Unknowns: the common factor of all curves (with `tells_own`, of drafting only); then, in `_unit`s, the cost of
+        # a million context tokens, what g costs at its first knot, and what it adds up to each following one. None is
+        # negative.
         self._weights = np.zeros(2 + len(knots))
         self._weights[0] = 1.0
         self._initial = self._weights.copy()
@@ -81,21 +93,42 @@ class LockstepModel:
         """False when measurement and prediction have parted; the group then falls back to each rank's own policy."""
         return self.num_steps < MIN_SERVED_STEPS or self._error_log <= MAX_ERROR_LOG
 
+    def measured(self, rank_scale: Float64, shared: SharedTime | None) -> None:
+        """Curves are known, or have changed.
+
+        Args:
+            rank_scale: [n] how much slower each rank is than the curve of its kind.
+            shared: g, where the curves hold each rank's own part only; None: they hold all there is.
+        """
+        self.rank_scale = rank_scale
+        self.tells_own = shared is not None
+        self._num_own[:] = 0
+        if shared is not None:
+            self._known_shared = shared(self._knots)
+            self._weights[:2] = 1.0, 0.0
+            self._covariance = self._prior()
+            self._unit = 0.0
+
     def times(self, steps: Sequence[RankStep]) -> GroupTimes:
         """What the coming step will cost, as a function of the draft tokens of each rank."""
         assert len(steps) == len(self.rank_scale)
-        scale = self.rank_scale * max(self._weights[0], 1e-3)
+        common = max(self._weights[0], 1e-3)
+        scale = self.rank_scale if self.tells_own else self.rank_scale * common
         curves = tuple(step.curve for step in steps)
         blocks = np.array([step.num_blocks for step in steps])
         drafting = np.empty(len(steps))
         for curve, rows in kinds_of(curves):
             drafting[rows] = drafting_s(curve, blocks[rows])
+        # All wait for whoever waits longest for its blocks, before any of them computes.
+        drafting = (
+            np.full(len(steps), common * drafting.max()) if self.tells_own else scale * drafting
+        )
         context = np.array([step.context_tokens for step in steps], np.float64)
         context_s = self._weights[1] * self._unit * context / 1e6
         return GroupTimes(
             curves,
             scale,
-            scale * drafting + context_s,
+            drafting + context_s,
             np.array([step.batch_tokens for step in steps], np.int64),
             SharedTime(self._knots, self._shared_s()),
         )
@@ -104,13 +137,19 @@ class LockstepModel:
         """T of a step whose `batch_tokens` are complete."""
         return self.times(steps).step_time_s(np.zeros(len(steps)))
 
-    def fold(self, steps: Sequence[RankStep], served_s: float) -> None:
-        """Learn from one served step of the group. A time that is not positive and finite is left out."""
+    def fold(
+        self, steps: Sequence[RankStep], served_s: float, own_s: Sequence[float] | None = None
+    ) -> None:
+        """Learn from one served step of the group. A time that is not positive and finite is left out.
+
+        Args:
+            own_s: [n] what of it each rank did for its own tokens, 0 where that is unknown; used with `tells_own`.
+        """
         if not (np.isfinite(served_s) and served_s > 0):
             self.num_outliers += 1
             return
         self._start(served_s)
-        if len(self._first_gaps) < CALIBRATION_STEPS:
+        if len(self._first_gaps) < CALIBRATION_STEPS and not self.tells_own:
             self._calibrate(steps, served_s)
         times = self.times(steps)
         own = times.rank_times_s(np.zeros(len(steps)))
@@ -131,7 +170,10 @@ class LockstepModel:
                 self._restart()
         else:
             self._surprises = 0
-        self._learn(times, steps[slowest], slowest, total, gap)
+        if self.tells_own:
+            self._learn_apart(times, served_s, np.zeros(len(own)) if own_s is None else own_s)
+        else:
+            self._learn(times, steps[slowest], slowest, total, gap)
 
     def _start(self, served_s: float) -> None:
         """The first step gives the unit in which the known g becomes the first guess."""
@@ -155,7 +197,7 @@ class LockstepModel:
     def _learn(
         self, times: GroupTimes, step: RankStep, slowest: int, total: int, gap: float
     ) -> None:
-        """Recursive least squares on relative time; then the factor of the slowest rank takes a small share."""
+        """All unknowns, from the time of the whole; then the factor of the slowest rank takes a small share."""
         predicted = times.step_time_s(np.zeros(len(times.scale)))
         curve_s = (
             float(step.curve.verify_time_s(step.batch_tokens))
@@ -167,7 +209,29 @@ class LockstepModel:
                 _ramps(self._knots, total) * self._unit,
             ]
         )
-        features /= predicted
+        self._pull(features / predicted, gap)
+        if len(self.rank_scale) > 1:
+            self._scale_rank(slowest, gap)
+
+    def _learn_apart(self, times: GroupTimes, served_s: float, own_s: npt.ArrayLike) -> None:
+        """What the ranks did by themselves is told: it moves their factors; what is left are drafting and g."""
+        told = np.asarray(own_s, np.float64)
+        expected = times.rank_times_s(np.zeros(len(told))) - times.offset_s
+        is_told = np.isfinite(told) & (told > 0) & (times.base_tokens > 0)
+        own = np.where(is_told, told, expected)
+        self._num_own += is_told
+        limit = np.maximum(OWN_STEP_LOG, OWN_FIRST_LOG / np.maximum(self._num_own, 1))
+        self.rank_scale = self.rank_scale * np.exp(np.clip(np.log(own / expected), -limit, limit))
+        total, drafting = int(times.base_tokens.sum()), float(times.offset_s.max())
+        predicted = drafting + float(own.max() + times.shared(total))
+        gap = float(np.clip(np.log(served_s / predicted), -OUTLIER_LOG, OUTLIER_LOG))
+        features = np.concatenate(
+            [[drafting / max(self._weights[0], 1e-3), 0.0], _ramps(self._knots, total) * self._unit]
+        )
+        self._pull(features / predicted, gap)
+
+    def _pull(self, features: Float64, gap: float) -> None:
+        """One step of recursive least squares on relative time. features: [unknowns], as shares of the step."""
         gain = self._covariance @ features
         gain /= FORGETTING + features @ gain
         self._weights += gain * np.expm1(gap)
@@ -176,8 +240,6 @@ class LockstepModel:
             self._covariance - np.outer(gain, features @ self._covariance)
         ) / FORGETTING
         np.clip(self._covariance, -1e3, 1e3, out=self._covariance)
-        if len(self.rank_scale) > 1:
-            self._scale_rank(slowest, gap)
 
     def _scale_rank(self, slowest: int, gap: float) -> None:
         """One rank's factor creeps while steps it holds up keep missing one way; the mean stays one, since the common

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -113,6 +114,18 @@ def drafting_s(curve: CostCurve, num_requests: npt.ArrayLike) -> Float64:
     return seconds * np.where(
         requests > 0, np.maximum(requests / curve.draft_requests[-1], 1.0), 0.0
     )
+
+
+def shared_of(curves: Sequence[CostCurve]) -> SharedTime:
+    """g of a group whose ranks were measured at once, all loaded alike: what a step took beyond the slowest's own part.
+
+    Every curve must tell its own part.
+    """
+    tokens = curves[0].batch_tokens
+    parts = [curve.own for curve in curves]
+    own = np.max([part.verify_time_s(tokens) for part in parts if part is not None], axis=0)
+    whole = np.median([curve.verify_time_s(tokens) for curve in curves], axis=0)
+    return SharedTime(tokens * len(curves), np.maximum.accumulate(np.maximum(whole - own, 0.0)))
 
 
 def split_profiles(

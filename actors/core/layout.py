@@ -97,3 +97,5 @@ class StepResult:
     """For the rows of the plan that ask: one entry for each accepted token and the target's own."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Rows of the plan whose request cannot go on, and why; their tokens mean nothing."""
+    shared_time_s: float | None = None
+    """Of the step, what a lockstep group did together, waiting for others included; None: not told apart."""

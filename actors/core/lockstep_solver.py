@@ -108,6 +108,7 @@ class JointSolver:
             group.model.fold(
                 [group.last_step(*pair) for pair in zip(group.ranks, curves, strict=True)],
                 served_s,
+                [group.own_time_s(rank) for rank in group.ranks],
             )
 
     def _price(self, reports: Sequence[StepReport], seconds: float) -> None:

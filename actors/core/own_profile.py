@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from actors.core.messages import Endpoint, RankProfile
 from actors.core.sps import FLAT_RATIO, CostCurve, CurveError, RankTimes, draft_times_at
 
-StepTimes = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
-"""Batch tokens [G], requests [G] and median seconds [G] of complete steps."""
+
+class StepTimes(NamedTuple):
+    """Complete steps as they were measured."""
+
+    batch_tokens: npt.NDArray[np.integer]  # [G]
+    num_requests: npt.NDArray[np.integer]  # [G]
+    step_time_s: npt.NDArray[np.float64]  # [G] medians
+    shared_time_s: npt.NDArray[np.float64] | None = None  # [G] see `RankProfile`
 
 
 class OwnProfile:
@@ -27,17 +34,17 @@ class OwnProfile:
     def __init__(
         self, rank: Endpoint, identity: str, measured: StepTimes, gamma: int, times: RankTimes
     ) -> None:
-        batch_tokens, num_requests, step_time_s = measured
         self._times = times
         self._learn(
             RankProfile(
                 rank=rank,
                 identity=identity,
-                batch_tokens=batch_tokens.astype(np.int32),
-                num_requests=num_requests.astype(np.int32),
-                step_time_s=step_time_s.astype(np.float64),
-                draft_time_s=np.zeros(len(batch_tokens)),
+                batch_tokens=measured.batch_tokens.astype(np.int32),
+                num_requests=measured.num_requests.astype(np.int32),
+                step_time_s=measured.step_time_s.astype(np.float64),
+                draft_time_s=np.zeros(len(measured.batch_tokens)),
                 gamma=gamma,
+                shared_time_s=measured.shared_time_s,
             )
         )
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from actors.core.budget_solver import RankView
 from actors.core.cost import LockstepModel, RankStep
+from actors.core.group_times import drafting_s, shared_of
 from actors.core.joint import JointPlan
 from actors.core.messages import StepReport
 from actors.core.sps import CostCurve
@@ -38,7 +39,8 @@ class RankGroup:
         """The curve of every rank; empty while none is known. A rank that never ran is taken to be like the first.
 
         Ranks of one identity share the median of their curves, and keep how much slower each was measured as the
-        first guess of its own factor: a thousand ranks of one kind are then one curve.
+        first guess of its own factor: a thousand ranks of one kind are then one curve. Where all tell what they do for
+        their own tokens, that is their curve, and the model is told what the group does beside it.
         """
         measured = [view.times.curve for view in self.views.values()]
         same = len(measured) == len(self._measured) and all(map(is_, measured, self._measured))
@@ -52,7 +54,11 @@ class RankGroup:
         first = next((curve for curve in known.values() if curve is not None), None)
         if first is None:
             return []
-        own = [known.get(rank) or first for rank in self.ranks]
+        whole = [known.get(rank) or first for rank in self.ranks]
+        parts = [part for curve in whole if (part := curve.own) is not None]
+        is_told = len(parts) == len(whole) > 1
+        # Told apart, drafting counts once for all of them: what the slowest drafter takes.
+        own = _drafting_alike(parts) if is_told else whole
         kinds: dict[str, list[CostCurve]] = {}
         for curve in own:
             kinds.setdefault(curve.identity, []).append(curve)
@@ -62,7 +68,7 @@ class RankGroup:
             for curve in own
         ]
         if len(own) > 1:
-            self.model.rank_scale = np.array(slower)
+            self.model.measured(np.array(slower), shared_of(whole) if is_told else None)
         return [typical[curve.identity] for curve in own]
 
     def survivals(self, rank: str) -> Float32:
@@ -84,6 +90,13 @@ class RankGroup:
         if report is None:
             return RankStep(curve, 0, 0)
         return RankStep(curve, num_blocks(report), report.batch_tokens, report.context_tokens)
+
+    def own_time_s(self, rank: str) -> float:
+        """What the rank did for its own tokens in the newest step it has reported; 0 when that is unknown."""
+        report = self.reports.get(rank)
+        if report is None or report.shared_time_s is None:
+            return 0.0
+        return report.step_time_s - report.shared_time_s
 
     def note(self, report: StepReport) -> None:
         """Keep a report. The steps of another incarnation of its rank are numbered from the beginning."""
@@ -123,6 +136,13 @@ class RankGroup:
 def num_blocks(report: StepReport) -> int:
     """Requests a rank drafted for in a step."""
     return int(report.num_proposed.max(initial=0))
+
+
+def _drafting_alike(curves: list[CostCurve]) -> list[CostCurve]:
+    """The curves, each with the longest drafting of all."""
+    requests = curves[0].draft_requests
+    longest = np.max([drafting_s(curve, requests) for curve in curves], axis=0)
+    return [replace(c, draft_requests=requests, draft_time_s=longest) for c in curves]
 
 
 def _typical(curves: list[CostCurve]) -> CostCurve:

@@ -40,6 +40,7 @@ def step_report(
         budget_used=int(decision.verify_len.sum()),
         class_ids=decision.class_ids,
         row_committed=commit.num_new[: flight.num_rounds],
+        shared_time_s=commit.shared_time_s,
     )
 
 

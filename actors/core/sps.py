@@ -6,7 +6,7 @@ dips are lifted to the largest time at or below them, so that measurement noise 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ class CostCurve:
     draft_time_s: Float64  # [H] never decreasing
     gamma: int
     is_flat: bool
+    # [G] never decreasing: of step_time_s, what a rank of a group did for its own tokens; None: not told apart
+    own_time_s: Float64 | None = None
     tail_slope: float = field(init=False)  # seconds a token beyond the last point
 
     def __post_init__(self) -> None:
@@ -75,7 +77,16 @@ class CostCurve:
         tokens, step_time = _steps(profile.batch_tokens, profile.step_time_s)
         requests, draft_time = _steps(profile.num_requests, profile.draft_time_s)
         flat = bool(step_time[-1] < FLAT_RATIO * step_time[0])
-        return cls(profile.identity, tokens, step_time, requests, draft_time, profile.gamma, flat)
+        curve = cls(profile.identity, tokens, step_time, requests, draft_time, profile.gamma, flat)
+        if profile.shared_time_s is None:
+            return curve
+        own_s = np.maximum(profile.step_time_s - profile.shared_time_s, np.finfo(np.float64).tiny)
+        return replace(curve, own_time_s=_steps(profile.batch_tokens, own_s)[1])
+
+    @property
+    def own(self) -> CostCurve | None:
+        """What the rank does for its own tokens alone; None: not told apart."""
+        return None if self.own_time_s is None else replace(self, step_time_s=self.own_time_s)
 
     def verify_time_s(self, batch_tokens: npt.ArrayLike) -> Float64:
         """Seconds of a target step of these many tokens, without drafting. Any shape."""
@@ -125,26 +136,26 @@ def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Fl
 
 
 def _check(profile: RankProfile) -> None:
-    lengths = {
-        len(a)
-        for a in (
-            profile.batch_tokens,
-            profile.num_requests,
-            profile.step_time_s,
-            profile.draft_time_s,
-        )
-    }
+    columns = [
+        profile.batch_tokens,
+        profile.num_requests,
+        profile.step_time_s,
+        profile.draft_time_s,
+    ]
+    if profile.shared_time_s is not None:
+        columns.append(profile.shared_time_s)
+    lengths = {len(column) for column in columns}
     if lengths == {0}:
         raise CurveError("batch_tokens: the curve has no points; profile the rank again")
     if len(lengths) != 1:
-        raise CurveError(
-            f"batch_tokens, num_requests, step_time_s, draft_time_s: lengths {lengths} differ"
-        )
+        raise CurveError(f"batch_tokens, num_requests and times: lengths {sorted(lengths)} differ")
+    shared_s = np.zeros(1) if profile.shared_time_s is None else profile.shared_time_s
     for name, values, lowest in (
         ("batch_tokens", profile.batch_tokens, 1.0),
         ("num_requests", profile.num_requests, 1.0),
         ("step_time_s", profile.step_time_s, np.finfo(np.float64).tiny),
         ("draft_time_s", profile.draft_time_s, 0.0),
+        ("shared_time_s", shared_s, 0.0),
     ):
         bad = ~(np.isfinite(values) & (values >= lowest))
         if bad.any():

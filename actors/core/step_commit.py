@@ -55,6 +55,7 @@ class Commit:
     ended: list[Request] = field(default_factory=list)  # stop condition met in this step
     num_failed: int = 0  # of those, with an error
     aborted: list[Request] = field(default_factory=list)  # ended while the step was under way
+    shared_time_s: float | None = None  # see `StepResult`
 
     @property
     def num_committed(self) -> int:
@@ -75,6 +76,7 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
         result.num_accepted,
         AcceptanceCounters.zero(table.gamma),
         aborted=[request for request in flight.rows if request.finished],
+        shared_time_s=result.shared_time_s,
     )
     for row in [row for row in result.errors if lives[row]]:
         lives[row] = False

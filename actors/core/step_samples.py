@@ -20,6 +20,7 @@ class StepSamples:
     Attributes:
         context_len: tokens every request of the point had in its cache.
         curve_context_len: the one of them that the cost curve is drawn at.
+        shared_s: of times_s, what a lockstep group did together; None where it was not told apart.
     """
 
     batch_tokens: Int64  # [G]
@@ -27,6 +28,7 @@ class StepSamples:
     context_len: Int64  # [G]
     times_s: Float64  # [G, repeats]
     curve_context_len: int
+    shared_s: Float64 | None = None  # [G, repeats]
 
     def __post_init__(self) -> None:
         lengths = {
@@ -34,6 +36,8 @@ class StepSamples:
         }
         if len(lengths) != 1 or self.times_s.ndim != 2 or not self.times_s.size:
             raise ValueError(f"step samples of lengths {sorted(lengths)}: measure again")
+        if self.shared_s is not None and self.shared_s.shape != self.times_s.shape:
+            raise ValueError(f"shared_s of shape {self.shared_s.shape}: measure again")
 
     @property
     def median_s(self) -> Float64:
@@ -52,10 +56,13 @@ class StepSamples:
         return len(np.unique(self.context_len)) > 1
 
     def curve(self) -> StepTimes:
-        """Batch tokens, requests and medians of the points at the curve's context, by batch tokens."""
+        """The points at the curve's context, by batch tokens."""
         here = np.flatnonzero(self.context_len == self.curve_context_len)
         order = here[np.lexsort((self.num_requests[here], self.batch_tokens[here]))]
-        return self.batch_tokens[order], self.num_requests[order], self.median_s[order]
+        shared = None if self.shared_s is None else np.median(self.shared_s, axis=1)[order]
+        return StepTimes(
+            self.batch_tokens[order], self.num_requests[order], self.median_s[order], shared
+        )
 
     def context_cost_s(self) -> float:
         """Seconds that a context token adds to a step, by least squares over points measured at several contexts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ class ExpertGroup:
         on_layout: is told of every layout before it is computed; it may make collectives of its own, as all ranks do.
         balance: load of the hottest rank over the mean (None: not looked at yet), how often experts were moved and how
             often that failed, for whoever asks.
+        shared_s: seconds spent so far in what the group does together: votes and shared layers, waiting for the others
+            included. Read off the CPU's clock, so of a GPU's work it says nothing.
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
@@ -35,6 +38,7 @@ class ExpertGroup:
             "num_rebalances": 0,
             "num_failed_rebalances": 0,
         }
+        self.shared_s = 0.0
         self._collective: Collective | None = None
         self.layout = _NOTHING
         self.is_leading = False  # of rank 0: the others only follow, see `Vote.is_leading`
@@ -70,7 +74,9 @@ class ExpertGroup:
             self.profile_epoch,
         )
         own = torch.from_numpy(vote.pack()).to(self.device)
+        started = time.perf_counter()
         votes = all_gather(self.collective, own).cpu().numpy()
+        self.shared_s += time.perf_counter() - started
         assert votes.shape == (self.size, VOTE_LEN)
         self.layout = agree(votes, max(0, self.layout.plan_epoch))
         self._num_votes += 1
@@ -78,6 +84,11 @@ class ExpertGroup:
         if self.on_layout is not None:
             self.on_layout(self.layout)
         return self.layout
+
+    def all_say(self, own: bool) -> bool:
+        """Whether every rank says so; all ranks must ask."""
+        said = torch.tensor([int(own)], device=self.device)
+        return bool(all_gather(self.collective, said).all())
 
     def share(self, values: Sequence[float]) -> list[float]:
         """Rank 0's values, on all ranks; what the others give is ignored."""

@@ -119,7 +119,7 @@ class Bench:
         local = self._policy = LocalPolicy(
             policy, settings.static_length, settings.static_threshold, settings.min_predicted_gain
         )
-        tokens, requests, seconds = self._times
+        tokens, requests, seconds, _ = self._times
         none = np.zeros(len(tokens))
         local.times.measured(
             CostCurve.of(

@@ -10,6 +10,7 @@ has only two, as a sum of which all other addends are zero.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -89,10 +90,11 @@ class ShardedMoeLayer(MoeLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [own tokens or more, hidden]: rows beyond this rank's tokens of the step pad it and repeat the last one."""
-        num_own = self._group.num_own
+        started, num_own = time.perf_counter(), self._group.num_own
         weights, expert_ids = (t[:num_own] for t in self.route(x))
         self.load += torch.bincount(expert_ids.reshape(-1), minlength=self.num_experts).to("cpu")
         out = self._exchange(x[:num_own], weights, expert_ids)
+        self._group.shared_s += time.perf_counter() - started
         if not 0 < num_own < len(x):
             return out
         return out.index_select(0, torch.arange(len(x), device=x.device).clamp_max(num_own - 1))

@@ -2,6 +2,9 @@
 
 Half the requests are greedy, half sampled; tokens are random, so a mixture of experts routes them as it would. Repeats
 go round the points in turn: a machine that is slow for a while makes every point noisy instead of some points dear.
+
+Ranks of a group measure at once, all loaded alike: every step is one of the group, and each rank's clock tells what of
+it was its own work.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ MIN_POINTS = 4
 SAMPLED = SamplingParams(temperature=1.0, noise_key=1)
 
 Advance = Callable[[], None]
+Timed = tuple[float, float | None]  # seconds of a step, and of it what a group did together
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,9 @@ def quick_samples(engine: TorchTargetEngine, config: ClusterConfig) -> StepSampl
     points = curve_points(config)
     steps = _Steps(engine, config, points)
     deadline = time.perf_counter() + QUICK_BUDGET_S
-    times: list[list[float]] = []
+    times: list[list[Timed]] = []
     for point in points:
-        if len(times) >= MIN_POINTS and time.perf_counter() > deadline:
+        if len(times) >= MIN_POINTS and not _all_say(engine, time.perf_counter() <= deadline):
             log.warning(
                 "step times: %d of %d points measured in %.0f s, the rest is interpolated",
                 *(len(times), len(points), QUICK_BUDGET_S),
@@ -76,7 +80,7 @@ def full_samples(
     for point in points:
         steps.warm_up(point)
         advance()
-    times: list[list[float]] = [[] for _ in points]
+    times: list[list[Timed]] = [[] for _ in points]
     for _ in range(repeats):
         for of_point, point in zip(times, points, strict=True):
             of_point.append(steps.time_s(point))
@@ -147,21 +151,28 @@ class _Steps:
     def warm_up(self, point: Point) -> None:
         self._rows.engine.step(self._plans[point])
 
-    def time_s(self, point: Point) -> float:
+    def time_s(self, point: Point) -> Timed:
         started = time.perf_counter()
-        self._rows.engine.step(self._plans[point])
-        return time.perf_counter() - started
+        result = self._rows.engine.step(self._plans[point])
+        return time.perf_counter() - started, result.shared_time_s
+
+
+def _all_say(engine: TorchTargetEngine, own: bool) -> bool:
+    """Whether all ranks of the engine's group say so: a step that one of them leaves out, all leave out."""
+    return own if engine.model.sharding is None else engine.group.all_say(own)
 
 
 def _samples(
-    points: Sequence[Point], times: Sequence[Sequence[float]], curve_context_len: int
+    points: Sequence[Point], times: Sequence[Sequence[Timed]], curve_context_len: int
 ) -> StepSamples:
+    shared = [[part for _, part in of_point if part is not None] for of_point in times]
     return StepSamples(
         np.array([point.batch_tokens for point in points], np.int64),
         np.array([point.num_requests for point in points], np.int64),
         np.array([point.context_len for point in points], np.int64),
-        np.array(times),
+        np.array([[whole for whole, _ in of_point] for of_point in times]),
         curve_context_len,
+        np.array(shared) if shared and shared[0] else None,
     )
 
 

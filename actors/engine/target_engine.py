@@ -72,6 +72,7 @@ class TorchTargetEngine:
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """See `TargetEngine.step`."""
+        shared_s = self._shared_s()
         hidden, taps = self._forward(plan)
         decided = verify_batch(plan, self.model.device)
         logprobs, errors = {}, {}
@@ -88,7 +89,9 @@ class TorchTargetEngine:
             accepted = np.zeros(plan.num_requests, np.int32)
             following = np.full(plan.num_requests, -1, np.int32)
         features = None if taps is None else as_numpy(taps)
-        return StepResult(accepted, following, features, logprobs, errors)
+        if shared_s is not None:
+            shared_s = self.group.shared_s - shared_s
+        return StepResult(accepted, following, features, logprobs, errors, shared_s)
 
     @torch.inference_mode()
     def all_logits(self, plan: StepPlan) -> Tensor:
@@ -130,6 +133,11 @@ class TorchTargetEngine:
         if layout.runs:
             self.model.join()
         return layout
+
+    def _shared_s(self) -> float | None:
+        """Seconds in what the group does together so far; None where there is no group, or its work is a GPU's."""
+        is_told = self.model.sharding is not None and self.model.device.type == "cpu"
+        return self.group.shared_s if is_told else None
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         if self.model.sharding is not None:
@@ -283,6 +291,6 @@ def identity(model_dir: Path, config: ClusterConfig) -> str:
     target = config.target
     facts: tuple[object, ...] = (config.model.dtype, name, config.model.numerics, target.block_size)
     if target.group_size > 1:
-        facts += (target.group_size, target.dispatch)
+        facts += (target.group_size, target.dispatch, "loaded alike")
     digest.update(f"{facts} {torch.get_num_threads()}".encode())
     return digest.hexdigest()[:16]

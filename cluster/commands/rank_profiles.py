@@ -40,7 +40,9 @@ def _here(address: str) -> dict[str, Any]:
 
 
 def _rank(name: str, node_ip: str, profile: Any) -> dict[str, Any]:
-    """A `RankProfile` as it is written; times in seconds."""
+    """A `RankProfile` as it is written; times in seconds. `own_time_s` is that of a rank in a group, else null."""
+    shared_s = profile.shared_time_s
+    own = None if shared_s is None else (profile.step_time_s - shared_s).tolist()
     return {
         "name": name,
         "node_ip": node_ip,
@@ -49,6 +51,7 @@ def _rank(name: str, node_ip: str, profile: Any) -> dict[str, Any]:
         "num_requests": profile.num_requests.tolist(),
         "step_time_s": profile.step_time_s.tolist(),
         "draft_time_s": profile.draft_time_s.tolist(),
+        "own_time_s": own,
     }
 
 
@@ -64,10 +67,15 @@ def _text(ranks: list[dict[str, Any]]) -> str:
         for rank in ranks
     ]
     header = ["rank", "machine", "identity", *(f"{size} tokens" for size in shown)]
-    return table(header, rows) + "\n(milliseconds of a step)"
+    note = "(milliseconds of a step"
+    if any(rank["own_time_s"] for rank in ranks):
+        note += " of the whole group, loaded alike; in brackets what the rank itself computed for its tokens"
+    return table(header, rows) + f"\n{note})"
 
 
 def _milliseconds(rank: dict[str, Any], size: int) -> str:
     if size not in rank["batch_tokens"]:
         return "-"
-    return f"{rank['step_time_s'][rank['batch_tokens'].index(size)] * 1e3:.2f}"
+    at = rank["batch_tokens"].index(size)
+    whole = f"{rank['step_time_s'][at] * 1e3:.2f}"
+    return f"{whole} ({rank['own_time_s'][at] * 1e3:.2f})" if rank["own_time_s"] else whole

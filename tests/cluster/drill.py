@@ -102,13 +102,15 @@ class Drill:
         self._end_deployment()
 
     def _slow_a_host(self) -> None:
-        """A group, which waits for its slowest, learns it from its steps; ranks on their own from their profiles."""
+        """A group, which waits for its slowest, spares it; of ranks on their own the slow one gets fewer streams."""
         slow = self.network.hosts["h1"]
         slow.limit_cpu(slow_host.CORES)
         with step(f"{slow.name} gets {slow_host.CORES} of a core; one group over all hosts"):
             rank = self._deploy_slow(slow, 4)
+            slow_host.check_profiles(self.operator, rank)
         with step("joint budgets against equal ones"):
-            found = slow_host.compare(self.operator, self.endpoint, rank, "joint")
+            streams = 4 * slow_host.GROUP_STREAMS_A_RANK
+            found = slow_host.compare(self.operator, self.endpoint, rank, "joint", streams)
             foretold(found.slow < found.healthy, "the slow host is given the smaller budget")
             foretold(found.gain > 1, "that is faster than equal budgets")
         self._end_deployment()
@@ -116,7 +118,8 @@ class Drill:
             rank = self._deploy_slow(slow, 1)
             slow_host.check_profiles(self.operator, rank)
         with step("each its own budget against equal ones"):
-            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged")
+            streams = slow_host.OWN_STREAMS
+            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged", streams)
             foretold(found.share < 1 / found.num_ranks, "streams go where they are faster")
         self._end_deployment()
 

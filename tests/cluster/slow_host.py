@@ -15,9 +15,12 @@ from tests.cluster.operator_machine import Operator
 from tests.cluster.steps import foretold, say
 from tests.cluster.streams import Load
 
-CORES = 0.4  # of the slowed host
+CORES = 0.25  # of the slowed host
 TURNS = 3  # each policy is measured so often, in turns
-STREAMS, TOKENS = 9, 48
+TOKENS = 48
+# A rank of a group gets the same number under every policy, enough for a token to cost something; ranks of their own
+# leave room for choice.
+GROUP_STREAMS_A_RANK, OWN_STREAMS = 6, 9
 # What an assistant is asked, so that the drafter has something to foresee.
 QUESTIONS = (
     "Write a Python function that reverses a linked list.",
@@ -41,7 +44,7 @@ def settings(model: str, ingress: dict[str, Any], group_size: int) -> dict[str, 
             "name": "drill",
             "dtype": "float32",
             "device": "cpu",
-            "max_model_len": 512,
+            "max_model_len": 128,
         },
         "target": {
             "num_ranks": max(3, group_size),
@@ -50,7 +53,8 @@ def settings(model: str, ingress: dict[str, Any], group_size: int) -> dict[str, 
             "num_threads": 1,
             "node_resource": "target",
             "kv_cache_tokens": 16384,
-            "max_running": 8,
+            "max_running": GROUP_STREAMS_A_RANK if group_size > 1 else 8,
+            "max_waiting": 0 if group_size > 1 else 8,
         },
         "drafter": {"num_actors": max(3, group_size), "num_cpus": 0, "num_threads": 1},
         "policy": {"name": "joint" if group_size > 1 else "lagged"},
@@ -79,20 +83,22 @@ class Measured:
     texts: tuple[tuple[int, ...], ...]
 
 
-def compare(operator: Operator, endpoint: str, slow_rank: str, policy: str) -> Comparison:
-    """Measure `policy` and equal budgets in turns.
+def compare(
+    operator: Operator, endpoint: str, slow_rank: str, policy: str, num_streams: int
+) -> Comparison:
+    """Measure `policy` and equal budgets in turns, with the same streams.
 
     Raises:
         AssertionError: a budget changed what is said.
     """
-    first = _measure(endpoint)  # also warms everything up
+    first = _measure(endpoint, num_streams)  # also warms everything up
     length = max(1, round(statistics.mean(first.draft_tokens_a_round.values())))
     own, equal = [], []
     for _ in range(TURNS):
         _order(operator, "static_length", length)
-        equal.append(_measure(endpoint))
+        equal.append(_measure(endpoint, num_streams))
         _order(operator, policy, length)
-        own.append(_measure(endpoint))
+        own.append(_measure(endpoint, num_streams))
     assert len({measured.texts for measured in own + equal}) == 1, "budgets changed the texts"
     drafts = [m.draft_tokens_a_round for m in own]
     speeds = [[m.tokens_per_s for m in runs] for runs in (own, equal)]
@@ -119,10 +125,10 @@ def compare(operator: Operator, endpoint: str, slow_rank: str, policy: str) -> C
 
 
 def check_profiles(operator: Operator, slow_rank: str) -> None:
-    """Every rank has measured its own machine."""
+    """Every rank has measured its own machine; in a group, what it does itself in a step of all."""
     for tokens, (slow_ms, healthy_ms) in _curves(operator, slow_rank).items():
         say(
-            f"a step of {tokens} tokens takes {slow_ms:.1f} ms there, {healthy_ms:.1f} ms elsewhere"
+            f"{tokens} tokens of its own take {slow_ms:.1f} ms there, {healthy_ms:.1f} ms elsewhere"
         )
         foretold(slow_ms > healthy_ms, "the slow one knows it is")
 
@@ -138,7 +144,8 @@ def _curves(operator: Operator, slow_rank: str) -> dict[int, tuple[float, float]
     found = {}
     for size in (sizes[0], sizes[-1]):
         cost = {
-            name: 1e3 * rank["step_time_s"][rank["batch_tokens"].index(size)]
+            name: 1e3
+            * (rank["own_time_s"] or rank["step_time_s"])[rank["batch_tokens"].index(size)]
             for name, rank in ranks.items()
             if size in rank["batch_tokens"]
         }
@@ -152,8 +159,8 @@ def _order(operator: Operator, policy: str, length: int) -> None:
     )
 
 
-def _measure(endpoint: str) -> Measured:
-    prompts = [QUESTIONS[i % len(QUESTIONS)] for i in range(STREAMS)]
+def _measure(endpoint: str, num_streams: int) -> Measured:
+    prompts = [QUESTIONS[i % len(QUESTIONS)] for i in range(num_streams)]
     before, started = _counts(endpoint), time.monotonic()
     streams = Load(endpoint, "drill", prompts, TOKENS).start().finish()
     seconds = time.monotonic() - started

@@ -175,10 +175,12 @@ def test_profile_of_a_cluster_is_a_row_for_each_rank(
             "identity": "abc",
             "batch_tokens": [1, 8],
             "step_time_s": [0.01 * slowness, 0.02 * slowness],
+            "own_time_s": [0.004, 0.005 * slowness] if slowness > 2 else None,
         }
 
     report = {"ranks": [rank("target-0", 1), rank("target-1", 3)]}
     monkeypatch.setattr(LauncherFile, "on_head", lambda *_: report)
     assert main(["profile", "--cluster", file]) == 0
     printed = capsys.readouterr().out
-    assert "10.00" in printed and "60.00" in printed and "8 tokens" in printed
+    assert "10.00" in printed and "60.00 (15.00)" in printed and "8 tokens" in printed
+    assert "in brackets" in printed

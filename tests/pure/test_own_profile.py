@@ -10,7 +10,7 @@ import pytest
 from actors.core.capacity import Allocator
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import StepReport
-from actors.core.own_profile import OwnProfile
+from actors.core.own_profile import OwnProfile, StepTimes
 from actors.core.prediction import PredictionError
 from actors.core.sps import CostCurve, RankTimes
 from actors.core.verify_decision import StepFacts
@@ -21,7 +21,8 @@ RISING, FLAT = np.array([0.010, 0.012, 0.030]), np.array([0.010, 0.0101, 0.0101]
 
 
 def own(step_time_s: np.ndarray, times: RankTimes | None = None) -> OwnProfile:
-    return OwnProfile(RANK, "here", (POINTS, POINTS, step_time_s), 3, times or RankTimes())
+    measured = StepTimes(POINTS, POINTS, step_time_s)
+    return OwnProfile(RANK, "here", measured, 3, times or RankTimes())
 
 
 def test_a_good_curve_is_learned_and_says_nothing() -> None:
@@ -56,7 +57,8 @@ def test_a_curve_that_cannot_be_used_is_refused_in_a_sentence_with_a_remedy(
 def test_no_points_at_all_are_refused_too() -> None:
     times = RankTimes()
     none = np.zeros(0)
-    assert "no points" in OwnProfile(RANK, "here", (none, none, none), 3, times).problem
+    measured = StepTimes(np.zeros(0, np.int64), np.zeros(0, np.int64), none)
+    assert "no points" in OwnProfile(RANK, "here", measured, 3, times).problem
     assert times.doubt == "cold"
 
 

@@ -36,6 +36,26 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first.curve(), second.curve(), strict=True))
 
 
+def test_what_a_group_did_together_is_kept_and_measured_again_when_another_rank_has_nothing(
+    tmp_path: Path,
+) -> None:
+    times = np.array([[0.25, 0.26], [0.5, 0.6]])
+    one = np.array([1, 8]), np.array([1, 4]), np.array([256, 256])
+    told = StepSamples(*one, times, 256, times / 2)
+    asked: list[bool] = []
+
+    def others_have_none(own: bool) -> bool:
+        asked.append(own)
+        return False
+
+    for _ in range(2):
+        cached_samples(TARGET_SPEC, CONFIG, lambda: told, tmp_path, others_have_none)
+    assert asked == [False, True]
+    kept = read_samples(profile_path(TARGET_SPEC, CONFIG, tmp_path))
+    assert kept is not None and kept.shared_s is not None
+    assert kept.shared_s.tolist() == (times / 2).tolist()
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,12 +20,22 @@ def samples(
 
 def test_the_curve_holds_the_medians_of_its_context_in_order() -> None:
     times = np.array([[3.0, 9.0, 4.0], [1.0, 1.0, 5.0], [7.0, 7.0, 7.0], [2.0, 2.5, 2.25]])
-    tokens, requests, seconds = samples(
+    tokens, requests, seconds, shared = samples(
         [8, 2, 2, 8], [4, 2, 2, 2], [256, 256, 32, 256], times
     ).curve()
     assert tokens.tolist() == [2, 8, 8]
     assert requests.tolist() == [2, 2, 4]
     assert seconds.tolist() == [1.0, 2.25, 4.0]
+    assert shared is None
+
+
+def test_what_a_group_did_together_is_a_part_of_every_point() -> None:
+    times = np.array([[3.0, 9.0, 4.0], [1.0, 1.0, 5.0]])
+    found = replace(samples([8, 2], [4, 2], [256, 256], times), shared_s=times / 4)
+    shared = found.curve().shared_time_s
+    assert shared is not None and shared.tolist() == [0.25, 1.0]
+    with pytest.raises(ValueError, match="measure again"):
+        replace(found, shared_s=times[:1])
 
 
 def test_what_a_context_token_costs_is_told_apart_from_what_the_step_costs() -> None:

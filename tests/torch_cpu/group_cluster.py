@@ -21,6 +21,7 @@ from actors.core.messages import (
     TokenDelta,
     TokenDeltas,
 )
+from actors.core.own_profile import StepTimes
 from actors.core.sampling import SamplingParams
 from actors.drafter import DrafterActor
 from actors.engine.base import DrafterSpec
@@ -269,6 +270,6 @@ class GroupCluster:
         return first
 
 
-def step_times(_engine: Any, _config: ClusterConfig) -> Any:
+def step_times(_engine: Any, _config: ClusterConfig) -> StepTimes:
     tokens = np.array([1, 2, 4, 8, 16])
-    return tokens, np.minimum(tokens, 4), 0.002 + 1e-5 * tokens
+    return StepTimes(tokens, np.minimum(tokens, 4), 0.002 + 1e-5 * tokens)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from actors.core.step_samples import StepSamples
 from actors.engine import step_profile
+from actors.engine.expert_group import ExpertGroup
 from actors.engine.target_engine import load_engine
 from cluster import profile_cache
 from cluster.cli import main
 from configs.schema import ClusterConfig
+from tests.torch_cpu.thread_ranks import ThreadCollective, on_ranks
 
 
 @pytest.fixture
@@ -29,7 +34,8 @@ def config(oracle_models: Path) -> ClusterConfig:
 
 def test_the_curve_covers_what_a_rank_can_be_asked_for(config: ClusterConfig) -> None:
     samples = step_profile.quick_samples(load_engine(config), config)
-    tokens, requests, seconds = samples.curve()
+    tokens, requests, seconds, shared = samples.curve()
+    assert shared is None, "it is in no group"
     assert len(tokens) == len(requests) == len(seconds) == len(step_profile.curve_points(config))
     assert (tokens[:-1] <= tokens[1:]).all() and (seconds > 0).all()
     assert tokens.min() == 1 and tokens.max() <= 24
@@ -42,7 +48,7 @@ def test_a_machine_too_slow_for_the_whole_curve_gets_its_corners(
     config: ClusterConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(step_profile, "QUICK_BUDGET_S", 0.0)
-    tokens, _, _ = step_profile.quick_samples(load_engine(config), config).curve()
+    tokens, *_ = step_profile.quick_samples(load_engine(config), config).curve()
     assert len(tokens) == step_profile.MIN_POINTS
     assert "measured in" in caplog.text
     corners = [(1, 1), (1, 6), (6, 1)]  # (6, 6) is more than a step of this rank may hold
@@ -109,3 +115,44 @@ def test_the_command_measures_keeps_and_tells(
     kept = profile_cache.read_samples(tmp_path / f"{report['identity']}.json")
     assert kept is not None and kept.has_contexts
     assert len(kept.context_len) == len(report["points"])
+
+
+SLEEP_S = 0.01
+
+
+def test_ranks_of_a_group_measure_at_once_and_each_tells_its_own_part(
+    oracle_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank is slow in attention: that is its own time, and for the other one waiting."""
+    monkeypatch.setattr(step_profile, "QUICK_BUDGET_S", 0.0)
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"path": str(oracle_models / "llama"), "max_model_len": 64},
+            "target": {
+                "num_ranks": 2, "group_size": 2, "kv_cache_tokens": 256, "max_running": 2,
+                "max_batch_tokens": 24,
+            },
+        }
+    )  # fmt: skip
+
+    def measured(collective: ThreadCollective) -> StepSamples:
+        group = ExpertGroup(collective.rank, collective.size)
+        engine = load_engine(config, group=group)
+        mix = engine.model.mix
+
+        def slow_mix(*arguments: Any) -> torch.Tensor:
+            time.sleep(SLEEP_S)
+            return mix(*arguments)
+
+        if collective.rank:
+            engine.model.mix = slow_mix  # type: ignore[method-assign]
+        group.attach(collective)
+        return step_profile.quick_samples(engine, config)
+
+    (quick, slow), _ = on_ranks(2, measured)
+    assert quick.shared_s is not None and slow.shared_s is not None
+    assert quick.batch_tokens.tolist() == slow.batch_tokens.tolist()
+    num_layers = load_engine(config, group=ExpertGroup(0, 2)).spec.num_layers
+    assert (slow.times_s - slow.shared_s > num_layers * SLEEP_S).all()
+    assert (quick.times_s > num_layers * SLEEP_S).all(), "it waited for the other"
+    assert quick.curve().shared_time_s is not None
