@@ -18,6 +18,7 @@ from actors.engine.target_engine import load_engine
 from cluster import profile_cache
 from cluster.cli import main
 from configs.schema import ClusterConfig
+from tests.cluster import tiny_mixture
 from tests.torch_cpu.thread_ranks import ThreadCollective, on_ranks
 
 
@@ -121,13 +122,13 @@ SLEEP_S = 0.01
 
 
 def test_ranks_of_a_group_measure_at_once_and_each_tells_its_own_part(
-    oracle_models: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank is slow in attention: that is its own time, and for the other one waiting."""
     monkeypatch.setattr(step_profile, "QUICK_BUDGET_S", 0.0)
     config = ClusterConfig.model_validate(
         {
-            "model": {"path": str(oracle_models / "llama"), "max_model_len": 64},
+            "model": {"path": str(tiny_mixture.write(tmp_path / "model")), "max_model_len": 64},
             "target": {
                 "num_ranks": 2, "group_size": 2, "kv_cache_tokens": 256, "max_running": 2,
                 "max_batch_tokens": 24,
@@ -152,7 +153,7 @@ def test_ranks_of_a_group_measure_at_once_and_each_tells_its_own_part(
     (quick, slow), _ = on_ranks(2, measured)
     assert quick.shared_s is not None and slow.shared_s is not None
     assert quick.batch_tokens.tolist() == slow.batch_tokens.tolist()
-    num_layers = load_engine(config, group=ExpertGroup(0, 2)).spec.num_layers
-    assert (slow.times_s - slow.shared_s > num_layers * SLEEP_S).all()
-    assert (quick.times_s > num_layers * SLEEP_S).all(), "it waited for the other"
+    slept_s = tiny_mixture.LAYERS * SLEEP_S
+    assert (slow.times_s - slow.shared_s > slept_s).all()
+    assert (quick.times_s > slept_s).all(), "it waited for the other"
     assert quick.curve().shared_time_s is not None
