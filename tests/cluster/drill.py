@@ -106,27 +106,25 @@ class Drill:
         slow = self.network.hosts["h1"]
         slow.limit_cpu(slow_host.CORES)
         with step(f"{slow.name} gets {slow_host.CORES} of a core; one group over all hosts"):
-            rank = self._deploy_slow(slow, 4)
+            rank = self._deploy_slow(slow, slow_host.GROUP)
             slow_host.check_profiles(self.operator, rank)
         with step("joint budgets against equal ones"):
-            streams = 4 * slow_host.GROUP_STREAMS_A_RANK
-            found = slow_host.compare(self.operator, self.endpoint, rank, "joint", streams)
+            found = slow_host.compare(self.operator, self.endpoint, rank, slow_host.GROUP)
             foretold(found.slow < found.healthy, "the slow host is given the smaller budget")
             foretold(found.gain > 1, "that is faster than equal budgets")
         self._end_deployment()
         with step("the same model, a rank a host"):
-            rank = self._deploy_slow(slow, 1)
+            rank = self._deploy_slow(slow, slow_host.ALONE)
             slow_host.check_profiles(self.operator, rank)
         with step("each its own budget against equal ones"):
-            streams = slow_host.OWN_STREAMS
-            found = slow_host.compare(self.operator, self.endpoint, rank, "lagged", streams)
+            found = slow_host.compare(self.operator, self.endpoint, rank, slow_host.ALONE)
             foretold(found.share < 1 / found.num_ranks, "streams go where they are faster")
         self._end_deployment()
 
-    def _deploy_slow(self, slow: Host, group_size: int) -> str:
+    def _deploy_slow(self, slow: Host, case: slow_host.Case) -> str:
         """Deploy over all hosts; returns the rank on the slow one."""
         there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-        values = slow_host.settings(self.arguments.bundled, there["ingress"], group_size)
+        values = slow_host.settings(self.arguments.bundled, there["ingress"], case)
         self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
         deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
         self.endpoint = deployed["endpoint"]

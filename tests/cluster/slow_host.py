@@ -17,10 +17,6 @@ from tests.cluster.streams import Load
 
 CORES = 0.25  # of the slowed host
 TURNS = 3  # each policy is measured so often, in turns
-TOKENS = 48
-# A rank of a group gets the same number under every policy, enough for a token to cost something; ranks of their own
-# leave room for choice.
-GROUP_STREAMS_A_RANK, OWN_STREAMS = 6, 9
 # What an assistant is asked, so that the drafter has something to foresee.
 QUESTIONS = (
     "Write a Python function that reverses a linked list.",
@@ -30,34 +26,86 @@ QUESTIONS = (
     "Write a SQL query that counts the orders of each customer.",
     "Give me a recipe for pancakes with exact amounts.",
 )
+# What repeats itself is foreseen without a model, and drafting takes no time: only verifying is left to be compared.
+LISTS = (
+    "red, green, blue, yellow",
+    "one two three four five",
+    "north east south west",
+    "Monday Tuesday Wednesday Thursday Friday",
+    "apples and pears and plums",
+    "do re mi fa sol la ti",
+)
 _RULE = re.compile(r'^dspark:published_budgets_total\{rule="([^"]+)"\} (\S+)$', re.MULTILINE)
 _SAMPLE = re.compile(r"^dspark:(rounds|scheduled_tokens)_total\{(.*)\} (\S+)$", re.MULTILINE)
 _RANK = re.compile(r'rank="([^"]+)"')
 
 
-def settings(model: str, ingress: dict[str, Any], group_size: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """A deployment and its load.
+
+    Attributes:
+        max_running: streams of a rank; with `max_waiting` of 0, as many as there are leave no choice of the rank.
+    """
+
+    group_size: int
+    num_ranks: int
+    policy: str
+    drafter: str
+    prompts: tuple[str, ...]
+    num_tokens: int
+    max_running: int
+    max_waiting: int
+    max_model_len: int
+
+
+GROUP = Case(
+    group_size=4,
+    num_ranks=4,
+    policy="joint",
+    drafter="ngram",
+    prompts=tuple(f"{text}\n" * 4 for text in LISTS) * 2,
+    num_tokens=96,
+    max_running=3,
+    max_waiting=0,
+    max_model_len=192,
+)
+ALONE = Case(
+    group_size=1,
+    num_ranks=3,
+    policy="lagged",
+    drafter=str(BUNDLED / "smollm2-135m" / "drafter"),
+    prompts=QUESTIONS + QUESTIONS[:3],
+    num_tokens=48,
+    max_running=8,
+    max_waiting=8,
+    max_model_len=128,
+)
+
+
+def settings(model: str, ingress: dict[str, Any], case: Case) -> dict[str, Any]:
     """The bundled model, which lies in the folder `model`: a rank a host, or one group that needs all of them."""
     return {
         "model": {
             "path": model,
-            "drafter": str(BUNDLED / "smollm2-135m" / "drafter"),
+            "drafter": case.drafter,
             "name": "drill",
             "dtype": "float32",
             "device": "cpu",
-            "max_model_len": 128,
+            "max_model_len": case.max_model_len,
         },
         "target": {
-            "num_ranks": max(3, group_size),
-            "group_size": group_size,
+            "num_ranks": case.num_ranks,
+            "group_size": case.group_size,
             "num_cpus": 1,
             "num_threads": 1,
             "node_resource": "target",
             "kv_cache_tokens": 16384,
-            "max_running": GROUP_STREAMS_A_RANK if group_size > 1 else 8,
-            "max_waiting": 0 if group_size > 1 else 8,
+            "max_running": case.max_running,
+            "max_waiting": case.max_waiting,
         },
-        "drafter": {"num_actors": max(3, group_size), "num_cpus": 0, "num_threads": 1},
-        "policy": {"name": "joint" if group_size > 1 else "lagged"},
+        "drafter": {"num_actors": case.num_ranks, "num_cpus": 0, "num_threads": 1},
+        "policy": {"name": case.policy},
         "ingress": ingress,
     }
 
@@ -83,22 +131,20 @@ class Measured:
     texts: tuple[tuple[int, ...], ...]
 
 
-def compare(
-    operator: Operator, endpoint: str, slow_rank: str, policy: str, num_streams: int
-) -> Comparison:
-    """Measure `policy` and equal budgets in turns, with the same streams.
+def compare(operator: Operator, endpoint: str, slow_rank: str, case: Case) -> Comparison:
+    """Measure the policy and equal budgets in turns, with the same streams.
 
     Raises:
         AssertionError: a budget changed what is said.
     """
-    first = _measure(endpoint, num_streams)  # also warms everything up
+    first = _measure(endpoint, case)  # also warms everything up
     length = max(1, round(statistics.mean(first.draft_tokens_a_round.values())))
     own, equal = [], []
     for _ in range(TURNS):
         _order(operator, "static_length", length)
-        equal.append(_measure(endpoint, num_streams))
-        _order(operator, policy, length)
-        own.append(_measure(endpoint, num_streams))
+        equal.append(_measure(endpoint, case))
+        _order(operator, case.policy, length)
+        own.append(_measure(endpoint, case))
     assert len({measured.texts for measured in own + equal}) == 1, "budgets changed the texts"
     drafts = [m.draft_tokens_a_round for m in own]
     speeds = [[m.tokens_per_s for m in runs] for runs in (own, equal)]
@@ -115,7 +161,7 @@ def compare(
         f"{found.share:.0%} of the rounds ran there"
     )
     say(
-        f"tokens/s, median of {TURNS}: {statistics.median(speeds[0]):.1f} with `{policy}`, "
+        f"tokens/s, median of {TURNS}: {statistics.median(speeds[0]):.1f} with `{case.policy}`, "
         f"{statistics.median(speeds[1]):.1f} with {length} for everybody; "
         f"ratio {found.gain:.2f} (from {min(gains):.2f} to {max(gains):.2f})"
     )
@@ -159,10 +205,9 @@ def _order(operator: Operator, policy: str, length: int) -> None:
     )
 
 
-def _measure(endpoint: str, num_streams: int) -> Measured:
-    prompts = [QUESTIONS[i % len(QUESTIONS)] for i in range(num_streams)]
+def _measure(endpoint: str, case: Case) -> Measured:
     before, started = _counts(endpoint), time.monotonic()
-    streams = Load(endpoint, "drill", prompts, TOKENS).start().finish()
+    streams = Load(endpoint, "drill", case.prompts, case.num_tokens).start().finish()
     seconds = time.monotonic() - started
     after = _counts(endpoint)
     gone = {key: value - before.get(key, 0.0) for key, value in after.items()}
