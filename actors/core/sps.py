@@ -136,20 +136,18 @@ def _steps(points: npt.NDArray[np.integer], times: Float64) -> tuple[Float64, Fl
 
 
 def _check(profile: RankProfile) -> None:
-    columns = [
-        profile.batch_tokens,
-        profile.num_requests,
-        profile.step_time_s,
-        profile.draft_time_s,
-    ]
-    if profile.shared_time_s is not None:
-        columns.append(profile.shared_time_s)
-    lengths = {len(column) for column in columns}
+    shared_s = profile.draft_time_s if profile.shared_time_s is None else profile.shared_time_s
+    lengths = {
+        len(profile.batch_tokens),
+        len(profile.num_requests),
+        len(profile.step_time_s),
+        len(profile.draft_time_s),
+        len(shared_s),
+    }
     if lengths == {0}:
         raise CurveError("batch_tokens: the curve has no points; profile the rank again")
     if len(lengths) != 1:
         raise CurveError(f"batch_tokens, num_requests and times: lengths {sorted(lengths)} differ")
-    shared_s = np.zeros(1) if profile.shared_time_s is None else profile.shared_time_s
     for name, values, lowest in (
         ("batch_tokens", profile.batch_tokens, 1.0),
         ("num_requests", profile.num_requests, 1.0),

@@ -148,7 +148,8 @@ class Drill:
                 ENVIRONMENT
             )  # an environment that is in place, as in an image
             if name in CORES:
-                (home / "local.sh").write_text(f"DSPARK_RAY_OPTIONS=--num-cpus={CORES[name]}\n")
+                cores = 1 if self.arguments.slow else CORES[name]  # slow: a rank a host
+                (home / "local.sh").write_text(f"DSPARK_RAY_OPTIONS=--num-cpus={cores}\n")
         for host in self.network.hosts.values():
             self.network.boot(host)
         self.operator = Operator(self.folder / "operator", self.network, self.logs)

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,15 @@ class Load:
     @property
     def num_done(self) -> int:
         return sum(stream.is_done for stream in self.streams)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(stream.tokens) for stream in self.streams)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Return when it holds, or when all streams have ended."""
+        while self._thread.is_alive() and not condition():
+            time.sleep(0.02)
 
     def finish(self) -> list[Stream]:
         """Wait for the last one; raises AssertionError for one that broke."""
