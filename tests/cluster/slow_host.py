@@ -46,7 +46,7 @@ class Case:
     """A deployment and its load.
 
     Attributes:
-        max_running: of a rank; where there is room for no more streams than there are, each has the same ones every time.
+        max_running: of a rank; with room for no more streams than there are, each rank has as many every time.
     """
 
     group_size: int
