@@ -124,7 +124,10 @@ class Drill:
     def _deploy_slow(self, slow: Host, case: slow_host.Case) -> str:
         """Deploy over all hosts; returns the rank on the slow one."""
         there = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-        values = slow_host.settings(self.arguments.bundled, there["ingress"], case)
+        model = self.arguments.bundled
+        if case.is_wide:
+            model = str(tiny_mixture.write(self.folder / "wide", tiny_mixture.WIDE))
+        values = slow_host.settings(model, there["ingress"], case)
         self.settings.write_text(yaml.safe_dump(values), encoding="utf-8")
         deployed = self.operator.on_cluster("deploy", "--config", str(self.settings))
         self.endpoint = deployed["endpoint"]

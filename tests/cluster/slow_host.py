@@ -27,15 +27,6 @@ QUESTIONS = (
     "Write a SQL query that counts the orders of each customer.",
     "Give me a recipe for pancakes with exact amounts.",
 )
-# What repeats itself is foreseen without a model, and drafting takes no time: only verifying is left to be compared.
-LISTS = (
-    "red, green, blue, yellow",
-    "one two three four five",
-    "north east south west",
-    "Monday Tuesday Wednesday Thursday Friday",
-    "apples and pears and plums",
-    "do re mi fa sol la ti",
-)
 _RULE = re.compile(r'^dspark:published_budgets_total\{rule="([^"]+)"\} (\S+)$', re.MULTILINE)
 _SAMPLE = re.compile(r"^dspark:(rounds|scheduled_tokens)_total\{(.*)\} (\S+)$", re.MULTILINE)
 _RANK = re.compile(r'rank="([^"]+)"')
@@ -49,6 +40,7 @@ class Case:
         max_running: of a rank; with room for no more streams than there are, each rank has as many every time.
     """
 
+    is_wide: bool  # `tiny_mixture.WIDE`; otherwise the bundled model
     group_size: int
     num_ranks: int
     policy: str
@@ -61,17 +53,20 @@ class Case:
 
 
 GROUP = Case(
+    is_wide=True,
     group_size=3,
     num_ranks=3,
     policy="joint",
+    # What repeats itself is foreseen without a model, and drafting takes no time: verifying is all there is to compare.
     drafter="ngram",
-    prompts=tuple(f"{text}\n" * 4 for text in LISTS) * 3,
-    num_tokens=64,
+    prompts=tuple(QUESTIONS) * 3,
+    num_tokens=128,
     max_running=6,
     max_waiting=0,
-    max_model_len=192,
+    max_model_len=256,
 )
 ALONE = Case(
+    is_wide=False,
     group_size=1,
     num_ranks=3,
     policy="lagged",
@@ -85,7 +80,7 @@ ALONE = Case(
 
 
 def settings(model: str, ingress: dict[str, Any], case: Case) -> dict[str, Any]:
-    """The bundled model, which lies in the folder `model`."""
+    """For the model that lies in the folder `model`."""
     return {
         "model": {
             "path": model,
@@ -215,6 +210,7 @@ def _measure(endpoint: str, case: Case) -> Measured:
     started, num_before = time.monotonic(), load.num_tokens
     load.until(lambda: load.num_done > 0)
     seconds, num_tokens = time.monotonic() - started, load.num_tokens - num_before
+    time.sleep(SETTLED_S)
     after = _counts(endpoint)
     streams = load.finish()
     gone = {key: value - before.get(key, 0.0) for key, value in after.items()}
