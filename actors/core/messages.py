@@ -177,9 +177,7 @@ class StepReport:
     budget_used: int
     class_ids: Int32 | None = None  # [R]; None: all of the first class
     row_committed: Int32 | None = None  # [R] tokens of each round; None: not told
-    shared_time_s: float | None = (
-        None  # of step_time_s, in what its group did together; None: unknown
-    )
+    shared_time_s: float | None = None  # of step_time_s, done by all together; None: unknown
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,7 @@ class RankProfile:
     step_time_s: npt.NDArray[np.float64]  # [G] median seconds of a complete step
     draft_time_s: npt.NDArray[np.float64]  # [G] median seconds of drafting for num_requests
     gamma: int
-    shared_time_s: npt.NDArray[np.float64] | None = (
-        None  # [G] see `StepReport`; all ranks loaded alike
-    )
+    shared_time_s: npt.NDArray[np.float64] | None = None  # [G] see `StepReport`
 
 
 @dataclass(frozen=True)
