@@ -124,23 +124,24 @@ class Measured:
     tokens_per_s: float
     draft_tokens_a_round: dict[str, float]  # by rank, verified
     share: dict[str, float]  # of all rounds, by rank
+    length: float  # draft tokens a round of all ranks
     texts: tuple[tuple[int, ...], ...]
 
 
 def compare(operator: Operator, endpoint: str, slow_rank: str, case: Case) -> Comparison:
-    """Measure the policy and equal budgets in turns, with the same streams.
+    """In turns measure the policy, and about as many draft tokens spread evenly; with the same streams.
 
     Raises:
         AssertionError: a budget changed what is said.
     """
-    first = _measure(endpoint, case)  # also warms everything up
-    length = max(1, round(statistics.mean(first.draft_tokens_a_round.values())))
-    own, equal = [], []
+    _measure(endpoint, case)  # warms everything up
+    own, equal, lengths = [], [], []
     for _ in range(TURNS):
-        _order(operator, "static_length", length)
-        equal.append(_measure(endpoint, case))
-        _order(operator, case.policy, length)
         own.append(_measure(endpoint, case))
+        lengths.append(max(1, round(own[-1].length)))
+        _order(operator, "static_length", lengths[-1])
+        equal.append(_measure(endpoint, case))
+        _order(operator, case.policy, lengths[-1])
     assert len({measured.texts for measured in own + equal}) == 1, "budgets changed the texts"
     drafts = [m.draft_tokens_a_round for m in own]
     speeds = [[m.tokens_per_s for m in runs] for runs in (own, equal)]
@@ -149,7 +150,7 @@ def compare(operator: Operator, endpoint: str, slow_rank: str, case: Case) -> Co
         slow=statistics.median(d.get(slow_rank, 0.0) for d in drafts),
         healthy=statistics.median(x for d in drafts for x in _healthy(d, slow_rank)),
         share=statistics.median(m.share.get(slow_rank, 0.0) for m in own),
-        num_ranks=len(first.share),
+        num_ranks=case.num_ranks,
         gain=statistics.median(gains),
     )
     say(
@@ -158,7 +159,7 @@ def compare(operator: Operator, endpoint: str, slow_rank: str, case: Case) -> Co
     )
     say(
         f"tokens/s, median of {TURNS}: {statistics.median(speeds[0]):.1f} with `{case.policy}`, "
-        f"{statistics.median(speeds[1]):.1f} with {length} for everybody; "
+        f"{statistics.median(speeds[1]):.1f} with as many evenly spread ({lengths} a round); "
         f"ratio {found.gain:.2f} (from {min(gains):.2f} to {max(gains):.2f})"
     )
     rules = _RULE.findall(_metrics(endpoint))
@@ -220,6 +221,7 @@ def _measure(endpoint: str, case: Case) -> Measured:
         num_tokens / seconds,
         {rank: sent[rank] / count for rank, count in rounds.items() if count},
         {rank: count / sum(rounds.values()) for rank, count in rounds.items()},
+        sum(sent.values()) / sum(rounds.values()),
         tuple(tuple(stream.tokens) for stream in streams),
     )
 
