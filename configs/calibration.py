@@ -22,10 +22,10 @@ class CalibrationConfig(Section):
         description="Share of rounds verified whole although the budget would cut them (a probability), so that no "
         "position goes unseen; only under policies that trim.",
     )
-    alarm_deviations: float = Field(
-        3.0,
-        ge=2,
-        le=100,
-        description="Standard deviations between labels and predictions of recent rounds from which they have drifted "
-        "apart: older rounds are then forgotten.",
+    looks_per_alarm: float = Field(
+        200.0,
+        ge=10,
+        le=1e6,
+        description="Looks for a change of the traffic (every 4 steps, 32 rounds at least) until a false alarm, "
+        "in the mean at least; an alarm makes older rounds count for next to nothing.",
     )

@@ -39,7 +39,7 @@ ON_RESTART: dict[str, frozenset[Restarted]] = {
             *("target.collective_timeout_s", "target.block_size", "target.kv_cache_tokens"),
             *("target.prefix_cache", "target.max_running", "target.max_waiting"),
             *("target.max_batch_tokens", "target.max_step_stretch"),
-            *("calibration.online", "calibration.explore_share", "calibration.alarm_deviations"),
+            *("calibration.online", "calibration.explore_share", "calibration.looks_per_alarm"),
         ),
         _RANKS,
     ),

@@ -17,13 +17,16 @@ the change are forgotten, and the shifts are fitted anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.recent_rounds import RecentRounds
+from actors.core.age_shifts import AgeShifts
+from actors.core.evidence import Evidence, sums_of, to_logits, to_probability
 from actors.core.reliability import Reliability
 from actors.core.stream_shifts import StreamShifts
+from actors.core.traffic_change import Look, TrafficChange
 from configs.calibration import CalibrationConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -34,17 +37,9 @@ Mask = npt.NDArray[np.bool_]
 
 MEMORY_ROUNDS = 1024.0  # after so many a share 1 / e of what was learned is left
 REFERENCE_ROUNDS = 4096.0  # the same of what recent rounds are held against: not to follow them
-CHECK_ROUNDS = 32  # rounds between two fits, and two looks for a change
-CHECK_STEPS = 4  # but at most every so many steps: a large batch shall not pay for it each time
-WARM_UP_ROUNDS = 96  # of a fit, before its predictions are held against labels
-DOUBTED_ROUNDS = 8.0  # what all older evidence still counts for after an alarm
-
-SHIFT_SPREAD = 1.0  # prior standard deviation of the common shift, in logits, at most
-USUAL_SPREAD = 0.25  # and at least: what traffic of another kind is off by
-LEAST_SPREAD = 0.05  # of a position around the common one, where labels show no more
-NEWTON_STEPS = 2  # from the last fit on, so few are enough
-MAX_LOGIT = 8.0
-NUM_BINS = 64  # of logits, for the sums a fit rests on
+LOOK_ROUNDS = 32  # rounds between two fits, and two looks for a change
+LOOK_STEPS = 4  # but at most every so many steps: a large batch shall not pay for it each time
+DOUBTED_ROUNDS = 2.0  # what all older evidence still counts for after an alarm
 
 
 @dataclass(frozen=True)
@@ -76,14 +71,14 @@ class OnlineCalibration:
         self,
         gamma: int,
         explore_share: float = 1.0,
-        alarm_deviations: float = CalibrationConfig().alarm_deviations,
+        looks_per_alarm: float = CalibrationConfig().looks_per_alarm,
         learns: bool = True,
     ) -> None:
         self.gamma = gamma
         self.num_alarms = 0
         self.num_rounds = 0
         self.expect(explore_share)
-        self._alarm_deviations = alarm_deviations
+        self._looks_per_alarm = looks_per_alarm
         self._learns = learns
         self.restart()
 
@@ -95,25 +90,32 @@ class OnlineCalibration:
         """Forget everything: another drafter has come."""
         gamma = self.gamma
         self.shifts: Float64 = np.zeros(gamma)
-        self.streams = StreamShifts()
+        self.streams, self.ages = StreamShifts(), AgeShifts()
         self.reliability = Reliability.zero(gamma)
-        self._evidence, self._long = _Evidence(gamma), _Evidence(gamma)
+        self._evidence, self._long = Evidence(gamma), Evidence(gamma)
         self._reference: Float64 = np.zeros(gamma)
-        self._recent = RecentRounds(gamma)
-        self._until_check = CHECK_ROUNDS
-        self._warming_up = WARM_UP_ROUNDS
+        self._change = TrafficChange(min(gamma, 2), self._looks_per_alarm)
+        self._known = self._change.known(0.0, self._long.variance)
+        self._new: list[_Seen] = []
+        self._until_look = LOOK_ROUNDS
+
+    def beyond(self, streams: Keys) -> Float64:
+        """What these streams [N] are off by beyond `shifts`, [N] in logits."""
+        return self.streams.of(streams) + self.ages.of(self.streams.ages(streams))
 
     def observe(self, rounds: Rounds) -> bool:
         """Learn from N rounds; whether the alarm went off."""
         count = len(rounds.confidences)
         if not count:
             return False
-        keep = float(np.exp(-count / MEMORY_ROUNDS))
         logits = to_logits(rounds.confidences)
-        used = to_probability(logits + self.shifts + self.streams.of(rounds.streams)[:, None])
+        ages = self.streams.ages(rounds.streams)
+        aged = logits + self.ages.of(ages)[:, None]
+        used = to_probability(aged + self.shifts + self.streams.of(rounds.streams)[:, None])
         lengths = rounds.verify_len, rounds.num_accepted, rounds.planned_len
         self.reliability.add(
-            Reliability.of_rounds(used.cumprod(axis=1), *lengths, self._explore_share), keep
+            Reliability.of_rounds(used.cumprod(axis=1), *lengths, self._explore_share),
+            float(np.exp(-count / MEMORY_ROUNDS)),
         )
         self.num_rounds += count
         if not self._learns:
@@ -121,119 +123,63 @@ class OnlineCalibration:
         position = np.arange(self.gamma)
         seen = position < np.minimum(rounds.num_accepted + 1, rounds.verify_len)[:, None]
         accepted = position < rounds.num_accepted[:, None]
-        self.streams.learn(
-            rounds.streams,
-            np.where(seen, accepted - used, 0.0).sum(axis=1),
-            np.where(seen, used * (1 - used), 0.0).sum(axis=1),
-        )
-        expected = to_probability(logits + self._reference)
-        self._recent.add(logits, seen, accepted, expected, rounds.streams, self._long.num_rounds)
-        news = _sums(logits, seen, accepted)
-        self._evidence.add(count, news, keep)
-        self._long.add(count, news, float(np.exp(-count / REFERENCE_ROUNDS)))
-        self._until_check -= count
-        if self._until_check > 0:
+        self.streams.learn(rounds.streams, *_told(used, seen, accepted))
+        self._new.append(_Seen(logits, aged, seen, accepted, rounds.streams, ages))
+        self._until_look -= count
+        if self._until_look > 0:
             return False
-        looked_at = max(CHECK_ROUNDS, CHECK_STEPS * count)
-        self._until_check = looked_at
-        self._warming_up -= looked_at
-        if self._warming_up >= 0:
-            self._recent.num_judged = 0  # it was predicted from next to nothing
-        num_changed = self._recent.rounds_since_change(self._alarm_deviations)
+        self._until_look = max(LOOK_ROUNDS, LOOK_STEPS * count)
+        return self._look()
+
+    def _look(self) -> bool:
+        """Take in what came since the last look, in the mean over streams; whether the traffic has changed."""
+        logits, aged, seen, accepted, streams, ages = map(
+            np.concatenate, zip(*self._new, strict=True)
+        )
+        self._new.clear()
+        labels, count = sums_of(aged, seen, accepted), len(aged)
+        told = _told(to_probability(aged + self._reference), seen, accepted)
+        self.ages.learn(ages, *_told(to_probability(aged + self.shifts), seen, accepted))
+        look = Look.of(streams, *told, _features(logits), self._known, labels)
+        for evidence, memory in ((self._evidence, MEMORY_ROUNDS), (self._long, REFERENCE_ROUNDS)):
+            evidence.add(count, labels, float(np.exp(-count / memory)))
+        num_changed = self._change.add(look)
         if num_changed:
-            self._forget(num_changed)
-        before = self.shifts
-        alike = self._recent.alike()
+            self.num_alarms += 1
+            self.reliability = Reliability.zero(self.gamma)
+            newest = self._change.forget(num_changed)
+            for evidence in (self._evidence, self._long):
+                evidence.shrink(DOUBTED_ROUNDS)
+                evidence.add(float(newest[0, 0].sum()), newest)
+        before, alike = self.shifts, self._change.alike()
         self.shifts, self._reference = self._evidence.fit(alike), self._long.fit(alike)
         self.streams.others_moved(float((self.shifts - before)[0]))
+        self._known = self._change.known(self._long.common, self._long.variance)
         return num_changed > 0
 
-    def _forget(self, num_kept: int) -> None:
-        """All but the newest rounds; not quite, as the stretch that stands out most is in part picked by chance."""
-        self.num_alarms += 1
-        self._warming_up = WARM_UP_ROUNDS
-        self.reliability = Reliability.zero(self.gamma)
-        news = _sums(*self._recent.labels(num_kept))
-        for evidence in (self._evidence, self._long):
-            evidence.shrink(DOUBTED_ROUNDS)
-            evidence.add(num_kept, news)
-        self._recent.num_judged = 0
+
+class _Seen(NamedTuple):
+    """Rounds that were observed and not yet looked at."""
+
+    logits: Float64  # [N, gamma] as the drafter gave them
+    aged: Float64  # [N, gamma] with what their streams' ages add
+    seen: Mask  # [N, gamma]
+    accepted: Mask  # [N, gamma]
+    streams: Keys  # [N]
+    ages: Float64  # [N]
 
 
-class _Evidence:
-    """Labels seen by position and bin of the logit, [gamma, NUM_BINS] each: all that a fit needs, and it fades."""
-
-    def __init__(self, gamma: int) -> None:
-        self.num_rounds = 0.0  # that still count
-        self._sums = np.zeros((3, gamma, NUM_BINS))  # seen, accepted, sum of logits
-        self._common = 0.0
-        self._own: Float64 = np.zeros(gamma)
-
-    def add(self, num_rounds: int, sums: Float64, keep: float = 1.0) -> None:
-        self.num_rounds = keep * self.num_rounds + num_rounds
-        self._sums *= keep
-        self._sums += sums
-
-    def shrink(self, num_rounds: float) -> None:
-        """Let all of it count for no more than so many rounds."""
-        keep = min(1.0, num_rounds / self.num_rounds)
-        self.num_rounds *= keep
-        self._sums *= keep
-
-    def fit(self, alike: float = 1.0) -> Float64:
-        """Newton's method on the penalised likelihood: one common shift first, then each position around it.
-
-        The prior of the latter is as wide as the labels of all positions together say (empirical Bayes).
-        """
-        seen, accepted, total = self._sums
-        logits = total / np.maximum(seen, 1e-9)
-        seen, accepted = seen / alike, accepted / alike
-        common, own = self._common, self._own
-        for _ in range(NEWTON_STEPS):
-            gain, curve = _slopes(logits + common, seen, accepted)
-            known = curve.sum() + 1e-9
-            likeliest = common + gain.sum() / known
-            width = float(np.clip(likeliest**2 - 1 / known, USUAL_SPREAD**2, SHIFT_SPREAD**2))
-            slope = gain.sum() - common / width
-            common += float(np.clip(slope / (known + 1 / width), -1, 1))
-        # How much positions differ among themselves, beyond what chance makes of so many labels.
-        gain, curve = _slopes(logits + common, seen, accepted)
-        chance = (gain**2 / (curve + 1e-9)).sum() - (len(own) - 1)
-        spread = float(np.clip(chance / (curve.sum() + 1e-9), LEAST_SPREAD**2, SHIFT_SPREAD**2))
-        for _ in range(NEWTON_STEPS):
-            gain, curve = _slopes(logits + (common + own)[:, None], seen, accepted)
-            own = own + np.clip((gain - own / spread) / (curve + 1 / spread), -1, 1)
-        self._common, self._own = common, own
-        fitted: Float64 = np.clip(common + own, -MAX_LOGIT, MAX_LOGIT)
-        return fitted
+def _told(predicted: Float64, seen: Mask, accepted: Mask) -> tuple[Float64, Float64]:
+    """Labels less predictions, and p (1 - p), each summed over the slots seen, [N]."""
+    return (
+        np.where(seen, accepted - predicted, 0.0).sum(axis=1),
+        np.where(seen, predicted * (1 - predicted), 0.0).sum(axis=1),
+    )
 
 
-def _sums(logits: Float64, seen: Mask, accepted: Mask) -> Float64:
-    """What `_Evidence` keeps of N rounds [N, gamma]: slots seen, accepted, and their logits summed."""
-    gamma = logits.shape[1]
-    rows, at = np.nonzero(seen)
-    values = logits[rows, at]
-    bins = ((values + MAX_LOGIT) * (NUM_BINS / (2 * MAX_LOGIT))).astype(np.int64)
-    flat = at * NUM_BINS + np.clip(bins, 0, NUM_BINS - 1)
-    size = gamma * NUM_BINS
-    sums = [np.bincount(flat, weight, size) for weight in (None, accepted[rows, at], values)]
-    return np.array(sums, np.float64).reshape(3, gamma, NUM_BINS)
-
-
-def _slopes(logits: Float64, seen: Float64, accepted: Float64) -> tuple[Float64, Float64]:
-    """First and negated second derivative [gamma] of the log likelihood of the labels that were seen."""
-    p = to_probability(logits)
-    return (accepted - seen * p).sum(axis=1), (seen * p * (1 - p)).sum(axis=1)
-
-
-def to_logits(p: npt.NDArray[np.floating]) -> Float64:
-    """Of probabilities, kept within +-MAX_LOGIT."""
-    edge = 1 / (1 + np.exp(MAX_LOGIT))
-    clipped = np.clip(p.astype(np.float64), edge, 1 - edge)
-    result: Float64 = np.log(clipped) - np.log1p(-clipped)
-    return result
-
-
-def to_probability(logits: Float64) -> Float64:
-    result: Float64 = 0.5 * (1.0 + np.tanh(0.5 * logits))
-    return result
+def _features(logits: Float64) -> Float64:
+    """How sure the drafter is of each round: of the first slot, and by how much less of the others, [N, 1 or 2]."""
+    first, others = logits[:, :1], logits[:, 1:]
+    if not others.shape[1]:
+        return first
+    return np.concatenate((first, others.mean(axis=1, keepdims=True) - first), axis=1)

@@ -17,13 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.online_calibration import (
-    Keys,
-    OnlineCalibration,
-    Rounds,
-    to_logits,
-    to_probability,
-)
+from actors.core.evidence import to_logits, to_probability
+from actors.core.online_calibration import Keys, OnlineCalibration, Rounds
 from actors.core.sampling import PURPOSE_EXPLORE, RULE_COUPLED, RULE_GREEDY, RULE_REJECTION, uniform
 from configs.calibration import CalibrationConfig
 
@@ -60,10 +55,8 @@ class RankCalibration:
     """
 
     def __init__(self, gamma: int, config: CalibrationConfig = OFF, policy: str = "none") -> None:
-        deviations, learns = config.alarm_deviations, config.online
-        self.by_rule = {
-            rule: OnlineCalibration(gamma, 1.0, deviations, learns) for rule in RULE_NAMES
-        }
+        looks, learns = config.looks_per_alarm, config.online
+        self.by_rule = {rule: OnlineCalibration(gamma, 1.0, looks, learns) for rule in RULE_NAMES}
         self.num_explored = self.num_explored_tokens = 0
         self._config = config
         self.follow(policy)
@@ -94,7 +87,7 @@ class RankCalibration:
         for rule, calibration in self.by_rule.items():
             mine = drafted.rules == rule
             if mine.any():
-                shifts[mine] += calibration.streams.of(drafted.streams[mine])[:, None]
+                shifts[mine] += calibration.beyond(drafted.streams[mine])[:, None]
         if not shifts.any():
             return drafted.confidences
         return to_probability(to_logits(drafted.confidences) + shifts).astype(np.float32)
@@ -142,8 +135,8 @@ class RankCalibration:
             if calibration.observe(rounds.rows(mine)):
                 shifts = ", ".join(f"{shift:+.2f}" for shift in calibration.shifts)
                 notes.append(
-                    f"confidences of {RULE_NAMES[rule]} rounds have drifted from what is accepted "
-                    f"(alarm {calibration.num_alarms}): older rounds are forgotten, logits shifted by {shifts}"
+                    f"{RULE_NAMES[rule]} rounds have drifted from older ones, in confidences or in what is accepted "
+                    f"(alarm {calibration.num_alarms}): these are forgotten, logits shifted by {shifts}"
                 )
             self._shifts[rule] = calibration.shifts
         return notes

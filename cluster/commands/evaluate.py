@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cluster.commands import switches
 from cluster.console import CommandError, emit_json, note, say, table
 from cluster.placement import OMP_SPIN_COUNT
 from configs.load import load
@@ -33,6 +34,14 @@ def add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-latency", action="store_true", help="leave out what drafts cost")
     parser.add_argument("--out", metavar="DIR", help="folder for evaluation.json and the plots")
+    parser.add_argument(
+        "--switches",
+        choices=("all", "even", "odd"),
+        nargs="?",
+        const="all",
+        help="instead: how the configured drafter's confidences follow traffic that changes its domain; "
+        "even, odd: of each domain every second answer",
+    )
 
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +71,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure every drafter there is."""
+    if arguments.switches:
+        scene = _scene(arguments)
+        found = switches.measure(arguments, scene, _temperatures(arguments, scene))
+        emit_json(found) if arguments.json else say(switches.text(found))
+        return 0
     named = [_named(text) for text in arguments.drafter]
     scene = _scene(arguments)
     from actors.engine.training import compare
@@ -102,17 +116,11 @@ def calibrate(arguments: argparse.Namespace) -> int:
     """Fit and write `calibration.json` of one drafter."""
     config = load(arguments.config, arguments.set)
     scene = _scene(arguments)
-    from actors.engine.drafters.serve import find_drafter
     from actors.engine.training.calibration_run import calibrate as run
     from actors.engine.weights import CheckpointError
 
     try:
-        folder = find_drafter(config.model.path, arguments.drafter or config.model.drafter)
-        if folder is None:
-            raise CommandError(
-                f"model.drafter={config.model.drafter!r} has no weights; name one with --drafter DIR",
-                2,
-            )
+        folder = switches.drafter_folder(config, arguments.drafter)
         report = run(scene, folder, _temperatures(arguments, scene))
     except (CheckpointError, ValueError) as error:
         raise CommandError(str(error)) from error

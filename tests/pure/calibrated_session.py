@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from actors.core.evidence import to_probability
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CommitBatch, ProposalBatch
-from actors.core.online_calibration import to_probability
 from actors.core.rank_calibration import RankCalibration
 from configs.calibration import CalibrationConfig
 from tests.pure.rank_harness import Session, admitted, make_rank

@@ -7,16 +7,14 @@ import numpy.typing as npt
 import pytest
 
 from actors.core.calibration import ece
+from actors.core.evidence import to_logits, to_probability
 from actors.core.online_calibration import (
-    CHECK_ROUNDS,
     DOUBTED_ROUNDS,
+    LOOK_ROUNDS,
     MEMORY_ROUNDS,
     OnlineCalibration,
     Rounds,
-    to_logits,
-    to_probability,
 )
-from actors.core.recent_rounds import RECENT_ROUNDS
 
 GAMMA, BATCH = 5, 8
 SHARE = 1 / 64
@@ -92,7 +90,7 @@ def verified(count: int, num_accepted: int, confidence: float = 0.5) -> Rounds:
 def test_nothing_is_changed_before_something_was_learned() -> None:
     calibration = OnlineCalibration(GAMMA)
     assert not calibration.observe(verified(0, 0))
-    assert not calibration.observe(verified(CHECK_ROUNDS - 1, 0))
+    assert not calibration.observe(verified(LOOK_ROUNDS - 1, 0))
     assert not calibration.shifts.any()
     assert np.isnan(OnlineCalibration(GAMMA).reliability.ece).all()
 
@@ -132,7 +130,7 @@ def test_after_a_change_of_traffic_the_alarm_fires_and_calibration_is_back_withi
     bias: float,
 ) -> None:
     left = []
-    for seed in range(6):  # 300 rounds are few labels: what is promised holds in the mean
+    for seed in range(10):  # 300 rounds are few labels: what is promised holds in the mean
         calibration = OnlineCalibration(GAMMA, SHARE)
         serve(calibration, Traffic(0.0, seed), 600, 0.1)
         assert calibration.num_alarms == 0
@@ -162,7 +160,7 @@ def test_streams_that_differ_are_told_apart_and_the_forecast_of_all_stays_true()
     for step in range(600):
         confidences, would, streams = traffic.rounds()
         every = np.full(BATCH, GAMMA)
-        own = calibration.streams.of(streams)
+        own = calibration.beyond(streams)
         if step >= 200:
             for shift, into in ((np.zeros(BATCH), alone), (own, told)):
                 believed = to_probability(
@@ -180,19 +178,8 @@ def test_rounds_of_streams_that_err_alike_count_for_fewer() -> None:
     for spread in (0.0, 1.2):
         calibration = OnlineCalibration(GAMMA)
         serve(calibration, Traffic(0.3, 2, spread), 256)
-        found.append(calibration._recent.alike())
+        found.append(calibration._change.alike())
     assert found[0] < 2.0 < found[1]
-
-
-def test_only_the_newest_rounds_are_searched() -> None:
-    calibration = OnlineCalibration(GAMMA, learns=True)
-    calibration.observe(verified(3 * RECENT_ROUNDS, 2))
-    for _ in range(2 * RECENT_ROUNDS // 100 + 2):
-        calibration.observe(verified(100, GAMMA))
-    logits, seen, accepted = calibration._recent.labels(RECENT_ROUNDS)
-    assert logits.shape == (RECENT_ROUNDS, GAMMA)
-    assert seen.all()
-    assert accepted.all()
 
 
 def test_a_change_is_not_averaged_away_by_what_was_before() -> None:
@@ -233,5 +220,36 @@ def test_certain_confidences_stay_finite() -> None:
     for sure in (0.0, 1.0):
         for accepted in (0, GAMMA):
             for _ in range(20):
-                calibration.observe(verified(CHECK_ROUNDS, accepted, sure))
+                calibration.observe(verified(LOOK_ROUNDS, accepted, sure))
                 assert np.isfinite(calibration.shifts).all()
+
+
+def test_what_confidences_are_off_by_at_the_beginning_of_answers_is_learned() -> None:
+    """The first rounds of every stream are accepted more often than those of streams that have run for long."""
+    calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(4)
+    whole, age = np.full(BATCH, GAMMA), np.arange(BATCH) * 3
+    streams = np.arange(BATCH, dtype=np.uint64)
+    for _ in range(600):
+        truth = rng.normal(0, 1, (BATCH, GAMMA))
+        chance = to_probability(truth + np.where(age < 4, 1.0, -0.5)[:, None])
+        would = (rng.random((BATCH, GAMMA)) < chance).cumprod(axis=1).sum(axis=1)
+        confidences = to_probability(truth).astype(np.float32)
+        calibration.observe(Rounds(confidences, whole, would, whole, streams.copy()))
+        age = np.where(age == 23, 0, age + 1)
+        streams[age == 0] += np.uint64(BATCH)
+    apart = calibration.ages.of(np.array([0.0, 2.0, 23.0]))
+    assert apart[:2] - apart[2] == pytest.approx([1.5, 1.5], abs=0.7)
+    assert calibration.beyond(np.array([10_000], np.uint64)) == pytest.approx(apart[:1])
+    assert (calibration.streams.ages(streams) == age).all()
+
+
+def test_blocks_of_one_token_are_calibrated_too() -> None:
+    calibration, rng = OnlineCalibration(1), np.random.default_rng(0)
+    whole, keys = np.ones(8, np.int64), np.arange(8, dtype=np.uint64)
+    for step in range(200):
+        accepted = (rng.random(8) < 0.8).astype(np.int64)
+        confidences = np.full((8, 1), 0.5, np.float32)
+        calibration.observe(
+            Rounds(confidences, whole, accepted, whole, keys + np.uint64(step // 40 * 8))
+        )
+    assert to_probability(calibration.shifts)[0] == pytest.approx(0.8, abs=0.06)

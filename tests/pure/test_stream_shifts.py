@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from actors.core import stream_shifts
-from actors.core.online_calibration import to_probability
+from actors.core.evidence import to_probability
 from actors.core.stream_shifts import OWN_SPREAD, StreamShifts
 
 
