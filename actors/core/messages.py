@@ -177,6 +177,7 @@ class StepReport:
     budget_used: int
     class_ids: Int32 | None = None  # [R]; None: all of the first class
     row_committed: Int32 | None = None  # [R] tokens of each round; None: not told
+    max_running: int = 0  # requests that have room in a step, the rest waits; 0: not told
 
 
 @dataclass(frozen=True)

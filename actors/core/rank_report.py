@@ -40,6 +40,7 @@ def step_report(
         budget_used=int(decision.verify_len.sum()),
         class_ids=decision.class_ids,
         row_committed=commit.num_new[: flight.num_rounds],
+        max_running=book.table.num_slots,
     )
 
 
@@ -66,6 +67,7 @@ def idle_report(rank: Endpoint, book: RequestBook, step: int) -> StepReport:
         num_waiting=0,
         budget_rule="idle",
         budget_used=0,
+        max_running=book.table.num_slots,
     )
 
 
