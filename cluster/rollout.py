@@ -123,13 +123,14 @@ class RolloutDesk:
     def _numbers(self) -> dict[str, int]:
         return {name: self._book.assignment.number_of(name) for name in self._book.members}
 
-    def scale(self, members: tuple[str, ...], *, is_parked: bool, bounds: Bounds) -> None:
+    def scale(self, members: tuple[str, ...], *, is_parked: bool, bounds: Bounds) -> Rollout:
         """Park these ranks when their streams have gone, or start them again; a rollout of them alone."""
         assert not self.is_busy
         current = self._book.assignment.current
         number, unit = -current if is_parked else current, Unit(members, "target")
         self._number, self._settles = current, False
         self._rollout = Rollout([unit], number, self._numbers(), bounds)
+        return self._rollout
 
     def _is_due(self, member: Member, wish: Wish) -> bool:
         """Whether it must start again to run that configuration."""
