@@ -169,6 +169,20 @@ async def test_a_policy_is_followed_without_a_restart() -> None:
     assert (await made.status())["policy"] == "none"
 
 
+async def test_a_policy_that_is_ordered_while_a_rollout_runs_stays_when_it_has_ended() -> None:
+    made = cluster()
+    made.streams["target-0"] = 3  # until they move there is time
+    policy = {"explain_rounds": 5, "min_predicted_gain": 0.5}
+    await made.rollout(Wish(wanted(policy=policy), None, BOUNDS))
+    await made.reconfigure(wanted(policy={"name": "static_length", "static_length": 2}))
+    assert (await made.over())["outcome"] == "done" and made.ends == ["target-0", "target-1"]
+    policy = (await made.settings())["policy"]
+    assert (policy["name"], policy["static_length"]) == ("static_length", 2)
+    assert policy["explain_rounds"] == 5, "what the ranks have started with"
+    orders = [peers.order for peers in made.peers.values() if peers.order is not None]
+    assert {order.policy.name for order in orders} == {"static_length"}
+
+
 async def test_a_rank_is_drained_by_order_and_the_last_one_never() -> None:
     made = cluster()
     assert await made.drain("target-1", True) == ["target-1"]
