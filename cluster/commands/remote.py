@@ -108,10 +108,11 @@ def deploy(arguments: argparse.Namespace) -> int:
         file = LauncherFile.read(arguments.cluster)
         sent = send_settings(file, arguments.config, arguments.set)
         note("deploying from the head")
-        report = file.on_head("deploy", "--cluster", "auto", "--config", sent)
+        room = ("--room-seconds", f"{arguments.room_seconds:g}")
+        report = file.on_head("deploy", "--cluster", "auto", "--config", sent, *room)
     else:
         with contextlib.redirect_stdout(sys.stderr):
-            report = _deploy_here(config, arguments.cluster)
+            report = _deploy_here(config, arguments.cluster, arguments.room_seconds)
     if arguments.json:
         emit_json(report)
     else:
@@ -119,13 +120,15 @@ def deploy(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _deploy_here(config: Any, address: str) -> dict[str, Any]:
+def _deploy_here(config: Any, address: str, room_timeout_s: float) -> dict[str, Any]:
     from cluster import launch as launcher
 
     started = time.monotonic()
     with interruptible():
         try:
-            launched = launcher.launch(config, progress=note, address=address, outlives=True)
+            launched = launcher.launch(
+                config, note, address, outlives=True, room_timeout_s=room_timeout_s
+            )
         except launcher.LaunchError as error:
             raise CommandError(str(error)) from error
         finally:
