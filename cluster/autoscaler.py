@@ -12,7 +12,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.core.autoscale import Autoscaler, ScaleDecision, ScaleLimits, UnitLoad
+from actors.core.autoscale import Autoscaler, ScaleDecision, ScaleLimits, StartPauses, UnitLoad
+from actors.core.rollout import Rollout
 from actors.core.rollout_plan import Bounds, units_of
 from cluster.rollout import RolloutDesk
 from cluster.routing import RouteBook
@@ -49,10 +50,13 @@ class AutoscaleDesk:
         self._ask = ask
         self._settings: AutoscaleConfig | None = None
         self._scaler: Autoscaler
+        self._pauses = StartPauses()
+        self._start: tuple[tuple[str, ...], Rollout] | None = None  # under way
         self.last: ScaleDecision | None = None
 
     async def look(self) -> None:
         """Decide, and begin what was decided; what is under way is let be."""
+        self._note_start()
         settings = self._book.assignment.config.autoscale
         if not settings.enabled:
             self.last = self._settings = None
@@ -72,14 +76,33 @@ class AutoscaleDesk:
         self.last = decision = self._scaler.decide(loads, time.monotonic())
         if decision.kind != "keep":
             log.warning("autoscale: %s %s: %s", decision.kind, decision.members, decision.why)
-            self._desk.scale(decision.members, is_parked=decision.kind == "park", bounds=Bounds())
+            self._scale(decision.members, is_parked=decision.kind == "park")
 
     def _start_parked(self) -> None:
         """Off: nobody else would start what was parked while it was on."""
         parked = [unit for unit in self._units if self._state(unit) == "parked"]
         if parked and not self._desk.is_busy:
             log.warning("autoscale is off: %s start", parked[0])
-            self._desk.scale(parked[0], is_parked=False, bounds=Bounds())
+            self._scale(parked[0], is_parked=False)
+
+    def _scale(self, unit: tuple[str, ...], *, is_parked: bool) -> None:
+        begun = self._desk.scale(unit, is_parked=is_parked, bounds=Bounds())
+        self._start = None if is_parked else (unit, begun)
+
+    def _note_start(self) -> None:
+        """How the last start has ended."""
+        if self._start is None or self._start[1].is_running:
+            return
+        (unit, begun), self._start = self._start, None
+        if begun.outcome == "done":
+            self._pauses.succeeded(self._attempt(unit))
+        else:
+            pause_s = self._pauses.failed(self._attempt(unit), time.monotonic())
+            log.error("%s stay parked, for %.0f s at least: %s", unit, pause_s, begun.reason)
+
+    def _attempt(self, unit: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+        """What tells one start of a unit from another: the settings it starts with."""
+        return unit, self._book.assignment.current
 
     @property
     def _units(self) -> list[tuple[str, ...]]:
@@ -90,7 +113,10 @@ class AutoscaleDesk:
         states = {self._book.members[name].state for name in unit}
         if states == {"ready"}:
             return "serving"
-        return "parked" if states == {"parked"} else "changing"
+        if states != {"parked"}:
+            return "changing"
+        is_held = self._pauses.holds(self._attempt(unit), time.monotonic())
+        return "failing" if is_held else "parked"
 
     async def _loads(self) -> list[UnitLoad]:
         states = {unit: self._state(unit) for unit in self._units}

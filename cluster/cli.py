@@ -136,6 +136,12 @@ def _add_many_machines(commands: argparse._SubParsersAction[argparse.ArgumentPar
     deploy = _add(commands, "deploy", "cluster.commands.remote:deploy", "serve on a running Ray")
     _add_cluster(deploy, required=True)
     _add_config(deploy)
+    deploy.add_argument(
+        "--room-seconds",
+        type=float,
+        default=30.0,
+        help="how long to wait for room: a machine that Ray rents takes minutes (default 30)",
+    )
 
 
 def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

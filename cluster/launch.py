@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from cluster.app import IngressStartError
 from cluster.deployment import Deployment, find
-from cluster.members import NAMESPACE, Members, NoRoomError, survive
+from cluster.members import NAMESPACE, PLACEMENT_TIMEOUT_S, Members, NoRoomError, survive
 from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import plan_placement
 from cluster.ray_session import RaySession, RaySessionError, log_folder
@@ -67,6 +67,7 @@ def launch(
     parts: Parts | None = None,
     *,
     outlives: bool = False,
+    room_timeout_s: float = PLACEMENT_TIMEOUT_S,
 ) -> LaunchedCluster:
     """Start everything and return when the endpoint answers. Call `shutdown` afterwards, however this ends.
 
@@ -77,6 +78,7 @@ def launch(
         parts: what computes and what answers HTTP; None takes the real ones.
         outlives: of a cluster that was joined: what was started stays when this process ends. `shutdown` after a
             successful launch then leaves it alone; `cluster.deployment.end` ends it.
+        room_timeout_s: of a cluster that was joined: how long to wait for machines it may still rent.
 
     Raises:
         LaunchError: a part could not start.
@@ -86,7 +88,7 @@ def launch(
         raise LaunchError("a cluster is already running in this process; call shutdown() first")
     parts = parts or Parts.real()
     session = RaySession(address, NAMESPACE)
-    running = _running = _Running(parts, session, Members(parts, outlives))
+    running = _running = _Running(parts, session, Members(parts, outlives, room_timeout_s))
     started = time.monotonic()
 
     def note(text: str) -> None:

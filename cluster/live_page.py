@@ -130,6 +130,7 @@ def why(each: dict[str, Any], step: dict[str, Any]) -> str:
         "budget": f"{nexts}; the step's budget K = {most} went to likelier tokens.",
         "room": f"{nexts}; the step had no room for more tokens.",
         "length": "The answer may not grow further than that.",
+        "blocks": "Its KV blocks had no room for more, and none were free.",
         "policy_length": f"The policy verifies at most {length} tokens of a request.",
         "unasked": "No block was asked for: at this load drafting does not pay.",
         "late": "Its block came too late.",

@@ -50,10 +50,12 @@ class Members:
     Args:
         parts: what computes.
         outlives: whether it stays when the process that started it ends.
+        room_timeout_s: how long to wait for machines on a Ray of several.
     """
 
     parts: Parts
     outlives: bool = False
+    room_timeout_s: float = PLACEMENT_TIMEOUT_S
     actors: dict[str, Any] = field(default_factory=dict)  # by name, in the order of their start
     pools: list[PlacementGroup] = field(default_factory=list)
 
@@ -70,11 +72,14 @@ class Members:
             self.pools.append(placement_group(bundles, strategy, name=name, lifetime=lifetime))
         # One machine of our own will not grow: what it lacks now it lacks for good.
         is_hopeless = not grows and ray.cluster_resources().get("GPU", 0) < placement.num_gpus
-        timeout_s = 0 if is_hopeless else PLACEMENT_TIMEOUT_S
+        timeout_s = 0 if is_hopeless else self.room_timeout_s
         try:
             ray.get([pool.ready() for pool in self.pools], timeout=timeout_s)
         except GetTimeoutError:
-            raise NoRoomError(no_room(placement, ray.cluster_resources())) from None
+            # What waits for a place is what Ray's autoscaler rents machines for; until they are there takes minutes.
+            longer = "; where Ray rents machines, wait longer: dspark deploy --room-seconds 900"
+            lacking = no_room(placement, ray.cluster_resources())
+            raise NoRoomError(lacking + (longer if grows else "")) from None
 
     def share(self, folders: dict[str, str]) -> None:
         """Hand out these folders of this machine, by their digests, for as long as the cluster runs."""

@@ -74,7 +74,12 @@ class RaySession:
             if self._address is not None:
                 # A local start turns token authentication on by itself, joining by address does not.
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-                ray.init(address=self._address, namespace=self._namespace, log_to_driver=False)
+                ray.init(
+                    address=self._address,
+                    namespace=self._namespace,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,  # where an error of ours is one line
+                )
                 return
             ray.init(
                 address="local",  # never a stale cluster that some file still names

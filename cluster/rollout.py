@@ -20,7 +20,7 @@ from actors.engine.base import TargetSpec
 from actors.peers import Description
 from cluster.routing import Member, RouteBook
 from cluster.sight import sight_of
-from configs.change import require_rollable, restarted_by
+from configs.change import at_run_time, require_rollable, restarted_by
 from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class RolloutDesk:
         self._rollout: Rollout | None = None
         self._asked: Rollout | None = None  # the last that `begin` made, not `scale`
         self._number = 0
-        self._settles = True  # whether all members come to one revision, and whether they have
-        self._is_settled = True
+        self._settles = self._is_settled = True  # all members come to one revision, and have
+        self._order = book.order  # the last policy order before it began
         self._restarts: set[asyncio.Task[None]] = set()
         self._ended: set[tuple[str, int]] = set()  # (member, process) that was told to stop
 
@@ -108,6 +108,7 @@ class RolloutDesk:
         self._book.assign(assignment)
         rollout = Rollout(units, self._number, self._numbers(), wish.bounds)
         self._rollout = self._asked = rollout
+        self._order = self._book.order
         self._settles, self._is_settled = True, False
         log.info(
             "rollout of revision %d: %s", self._number, [u.members for u in units] or "at once"
@@ -123,13 +124,14 @@ class RolloutDesk:
     def _numbers(self) -> dict[str, int]:
         return {name: self._book.assignment.number_of(name) for name in self._book.members}
 
-    def scale(self, members: tuple[str, ...], *, is_parked: bool, bounds: Bounds) -> None:
+    def scale(self, members: tuple[str, ...], *, is_parked: bool, bounds: Bounds) -> Rollout:
         """Park these ranks when their streams have gone, or start them again; a rollout of them alone."""
         assert not self.is_busy
         current = self._book.assignment.current
         number, unit = -current if is_parked else current, Unit(members, "target")
         self._number, self._settles = current, False
         self._rollout = Rollout([unit], number, self._numbers(), bounds)
+        return self._rollout
 
     def _is_due(self, member: Member, wish: Wish) -> bool:
         """Whether it must start again to run that configuration."""
@@ -191,10 +193,13 @@ class RolloutDesk:
             log.error("the rollout of revision %d has ended: %s", self._number, rollout.reason)
 
     async def _settle(self, config: ClusterConfig) -> None:
-        is_new_policy = config.policy != self._book.policy
+        policy = config.policy
+        if self._book.order != self._order:  # a policy that was ordered meanwhile stays
+            policy = at_run_time(policy, self._book.policy)
+        is_new_policy = policy != self._book.policy
         self._book.assign(self._book.assignment.settle(self._number))
         if is_new_policy:
-            self._book.command(config.policy)
+            self._book.command(policy)
         await self._tell()
         self._is_settled = True
 

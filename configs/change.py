@@ -86,6 +86,12 @@ def policy_change(running: ClusterConfig, wanted: ClusterConfig) -> PolicyConfig
     return wanted.policy
 
 
+def at_run_time(policy: PolicyConfig, newer: PolicyConfig) -> PolicyConfig:
+    """`policy`, with those settings of `newer` that need no restart."""
+    names = (name.removeprefix("policy.") for name in AT_RUN_TIME)
+    return policy.model_copy(update={name: getattr(newer, name) for name in names})
+
+
 def changes(running: ClusterConfig, wanted: ClusterConfig) -> dict[str, str]:
     """Every setting that differs, and how: "drafter.gamma (5 → 7)"."""
     now = {name: value for name, value, _ in describe(running)}

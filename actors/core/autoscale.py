@@ -7,9 +7,11 @@ is started, the second when one is parked. No clock, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # after a start that failed
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class UnitLoad:
     """One unit now. Times are predicted seconds between two tokens of a stream that came in addition."""
 
     members: tuple[str, ...]
-    state: Literal["serving", "parked", "changing"]  # changing: it starts, drains or is away
+    # changing: it starts, drains or is away; failing: parked, and its last start failed a moment ago
+    state: Literal["serving", "parked", "changing", "failing"]
     num_streams: int = 0  # that run or wait there
     tpot_s: float | None = None  # None: not known yet
     tpot_with_fewer_s: float | None = None  # where one serving unit fewer carried all streams
@@ -94,7 +97,9 @@ class Autoscaler:
         if self._slow_since is not None and now - self._slow_since >= limits.up_after_s:
             if parked:
                 return self._change("start", parked[0], told, now)
-            return ScaleDecision("keep", f"{told}; no unit is parked")
+            failing = [" and ".join(u.members) for u in units if u.state == "failing"]
+            lacking = f"{', '.join(failing)} failed to start" if failing else "no unit is parked"
+            return ScaleDecision("keep", f"{told}; {lacking}")
         if self._spare_since is not None and now - self._spare_since >= limits.down_after_s:
             # The last of the emptiest: numbers stay dense, and few streams must move.
             unit = min(reversed(serving), key=lambda unit: unit.num_streams)
@@ -112,6 +117,31 @@ class Autoscaler:
         self._short_since = None
         self.look_away()
         return ScaleDecision(kind, why, unit.members)
+
+
+class StartPauses:
+    """A start that fails is tried again after a pause, each time twice as long, until one succeeds.
+
+    `what` is what was started, the settings included: with others it may well succeed.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[Hashable, tuple[int, float]] = {}  # how often, and until when to wait
+
+    def failed(self, what: Hashable, now: float) -> float:
+        """It has failed, at `now` (seconds). Returns how long it is let be."""
+        times = self._failed.get(what, (0, 0.0))[0] + 1
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(times - 1, 16), LONGEST_PAUSE_S)
+        self._failed[what] = times, now + pause_s
+        return pause_s
+
+    def succeeded(self, what: Hashable) -> None:
+        """It has started: an earlier failure tells nothing any more."""
+        self._failed.pop(what, None)
+
+    def holds(self, what: Hashable, now: float) -> bool:
+        """Whether it must not be tried yet."""
+        return what in self._failed and now < self._failed[what][1]
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:

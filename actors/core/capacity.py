@@ -251,9 +251,12 @@ class Allocator:
         """Seconds between two tokens of one more request: a round with it, over what a round commits per request.
 
         A rank that asks no blocks for its requests (drafting is paused) asks none for one more. Requests that wait
-        share the rank with those that run, so they lengthen everyone's share alike.
+        share the rank with those that run, so they lengthen everyone's share alike; what `max_running` has no place for
+        waits.
         """
-        return self._tpot_s(rank, running + 1) * (running + waiting + 1) / (running + 1)
+        most = rank.report.max_running if rank.report else 0
+        together = min(running + 1, most or running + 1)
+        return self._tpot_s(rank, together) * (running + waiting + 1) / together
 
     @staticmethod
     def _tpot_s(rank: _Rank, num_requests: int) -> float:
@@ -286,7 +289,7 @@ class Allocator:
             now_s = max(load.predicted_tpot_s for load in of_unit)
             fewer_s = None
             if len(units) > 1:
-                a_rank = math.ceil(sum(counts) / (len(units) - 1) / len(unit)) + 1
-                fewer_s = max(self._tpot_s(rank, a_rank) for rank in ranks)
+                a_rank = math.ceil(sum(counts) / (len(units) - 1) / len(unit))
+                fewer_s = max(self._predicted_tpot_s(rank, a_rank, 0) for rank in ranks)
             told.append((count, now_s, fewer_s))
         return told

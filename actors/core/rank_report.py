@@ -41,6 +41,7 @@ def step_report(
         class_ids=decision.class_ids,
         row_committed=commit.num_new[: flight.num_rounds],
         shared_time_s=commit.shared_time_s,
+        max_running=book.table.num_slots,
     )
 
 
@@ -67,6 +68,7 @@ def idle_report(rank: Endpoint, book: RequestBook, step: int) -> StepReport:
         num_waiting=0,
         budget_rule="idle",
         budget_used=0,
+        max_running=book.table.num_slots,
     )
 
 

@@ -30,8 +30,8 @@ def decide_rounds(
     rounds, room = shape.rounds, shape.max_draft_tokens
     has_draft = table.has_draft[rounds]
     longest = np.minimum(table.num_remaining[rounds] - 1, limits.gamma)
-    longest = np.minimum(longest, table.draft_room(rounds))
-    caps = np.where(has_draft, longest, 0).astype(np.int32)
+    fitting = np.minimum(longest, table.draft_room(rounds))
+    caps = np.where(has_draft, fitting, 0).astype(np.int32)
     drafted = Drafted(
         table.confidences[rounds],
         table.sampling.rule[rounds],
@@ -54,7 +54,7 @@ def decide_rounds(
         class_ids=table.class_id[rounds],
         is_late=table.wants_draft[rounds],
     )
-    return decision, drafted
+    return replace(decision, lacks_blocks=fitting < longest), drafted
 
 
 def decide_with_explored(

@@ -26,6 +26,7 @@ CutRule = Literal[
     "cold",  # the price of a rank that has seen no survivals yet
     "room",  # of the step
     "length",  # the end of the stream is near
+    "blocks",  # its KV blocks have room for no more
     "policy_length",
     "unasked",  # no block: none was asked for, drafting did not pay
     "late",  # no block: it was asked for and has not come
@@ -146,6 +147,7 @@ class StepDecision:
     is_late: Mask | None = None  # [R] a block was asked for and has not come; None: nobody
     planned_len: Int32 | None = None  # [R] what the budget alone gave; None: `verify_len`
     num_reserved: int = 0  # draft tokens set aside for explored rows, beside the budget
+    lacks_blocks: Mask | None = None  # [R] its cap is what its KV blocks have room for
 
     @property
     def most_draft_tokens(self) -> int:
@@ -167,7 +169,8 @@ class StepDecision:
         if length == gamma:
             return "none"
         if length == int(self.caps[row]):
-            return "length"
+            lacking = self.lacks_blocks is not None and self.lacks_blocks[row]
+            return "blocks" if lacking else "length"
         if self.bounds is not None and length == int(self.bounds[row]):
             return "policy_length"
         if self.survivals[row, length] * self._weight(row) < self.choice.min_survival:
@@ -278,13 +281,11 @@ class VerifyDecider:
 
     def _choose(self, facts: StepFacts, is_unasked: Mask | None) -> VerifyChoice:
         if not facts.caps.any():
-            rule = "no_drafts"
             drafting = self.drafting
-            if drafting is not None and (
-                drafting.rule == "none" or (is_unasked is not None and is_unasked.any())
-            ):
-                rule = drafting.rule
-            return VerifyChoice(0, 1.0, rule)
+            has_unasked = is_unasked is not None and is_unasked.any()
+            if drafting is not None and (drafting.rule == "none" or has_unasked):
+                return VerifyChoice(0, 1.0, drafting.rule)
+            return VerifyChoice(0, 1.0, "no_drafts")
         budget = self.budgets.newest(facts.step)
         if budget is not None:
             most, price = budget.max_draft_tokens, budget.min_survival

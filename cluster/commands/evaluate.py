@@ -251,13 +251,19 @@ def _equal_data(found: dict[str, Any]) -> str:
     """The ratios of the drafters trained alike, one row a pair."""
     temperatures = [at for at in ("temperature_0", "temperature_1") if at in found]
     rows = [
-        [pair, *(f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for r in ratios)]
+        [pair, *(_ratio(r) for r in ratios)]
         for pair in found[temperatures[0]]
         for ratios in [[found[at][pair] for at in temperatures]]
     ]
     header = ["acceptance length", *(at.replace("_", " ") for at in temperatures)]
     trained = f"{found['answer_tokens']} tokens and {found['steps']} steps each"
     return f"trained alike, {trained}; in brackets 95 % of resampled answers\n{table(header, rows)}"
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    """With its interval, where the answers allow one."""
+    shown = f"{found['ratio']:.3f}"
+    return shown if found["low"] is None else f"{shown} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def _row(name: str, entry: dict[str, Any], facts: dict[str, Any], domains: list[str]) -> list[str]:

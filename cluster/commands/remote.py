@@ -108,10 +108,11 @@ def deploy(arguments: argparse.Namespace) -> int:
         file = LauncherFile.read(arguments.cluster)
         sent = send_settings(file, arguments.config, arguments.set)
         note("deploying from the head")
-        report = file.on_head("deploy", "--cluster", "auto", "--config", sent)
+        room = ("--room-seconds", f"{arguments.room_seconds:g}")
+        report = file.on_head("deploy", "--cluster", "auto", "--config", sent, *room)
     else:
         with contextlib.redirect_stdout(sys.stderr):
-            report = _deploy_here(config, arguments.cluster)
+            report = _deploy_here(config, arguments.cluster, arguments.room_seconds)
     if arguments.json:
         emit_json(report)
     else:
@@ -119,13 +120,15 @@ def deploy(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _deploy_here(config: Any, address: str) -> dict[str, Any]:
+def _deploy_here(config: Any, address: str, room_timeout_s: float) -> dict[str, Any]:
     from cluster import launch as launcher
 
     started = time.monotonic()
     with interruptible():
         try:
-            launched = launcher.launch(config, progress=note, address=address, outlives=True)
+            launched = launcher.launch(
+                config, note, address, outlives=True, room_timeout_s=room_timeout_s
+            )
         except launcher.LaunchError as error:
             raise CommandError(str(error)) from error
         finally:
@@ -203,6 +206,7 @@ def _status_here(address: str) -> dict[str, Any]:
                 "uptime_s": time.time() - deployment.deployed_at_s,
                 "is_settled": state["is_settled"],
                 "autoscale": state["autoscale"],
+                "ingress": state["ingress"],
                 "members": [
                     {name: member[name] for name in (*TARGET_COLUMNS, "last_failure", "pid")}
                     for member in state["members"]
@@ -220,6 +224,8 @@ def _describe(report: dict[str, Any]) -> str:
     rows = [[str(member[name]) for name in columns] for member in members]
     scaling = report.get("autoscale")
     why = f"\nautoscale {scaling['kind']}: {scaling['why']}" if scaling else ""
+    if ingress := report.get("ingress"):
+        why += f"\ningress   {ingress['num_replicas']} replicas: {ingress['why']}"
     return "\n\n".join(
         [
             f"endpoint  {report['endpoint']}\nmodel     {report['model']} ({report['numerics']})\n"

@@ -67,6 +67,10 @@ def rollout(arguments: argparse.Namespace) -> int:
     if arguments.cluster and remote.is_launcher_file(arguments.cluster):
         report = _from_afar(LauncherFile.read(arguments.cluster), arguments)
     else:
+        if arguments.drafter:  # what can be refused without the cluster is
+            _drafter_folder(arguments.drafter)
+        if arguments.config:
+            load(arguments.config, arguments.set)
         report = reach.at(arguments, lambda found: _roll(found, arguments))
     if arguments.json:
         emit_json(report)
@@ -80,15 +84,11 @@ def wanted_settings(running: dict[str, Any], arguments: argparse.Namespace) -> C
 
     Raises:
         ConfigError: a setting does not exist or does not fit.
-        CommandError: the drafter's folder is not there, or runs already.
+        CommandError: the drafter's folder is not there, or is what runs already.
     """
     overrides = list(arguments.set)
     if arguments.drafter:
-        folder = Path(arguments.drafter).expanduser().resolve()
-        if not folder.is_dir():
-            raise CommandError(
-                f"--drafter {arguments.drafter}: no such folder; `dspark train` makes one"
-            )
+        folder = _drafter_folder(arguments.drafter)
         if str(folder) == running["model"]["drafter"]:
             raise CommandError(
                 f"--drafter {arguments.drafter} is what runs already; put new weights into a folder of their own, "
@@ -97,6 +97,14 @@ def wanted_settings(running: dict[str, Any], arguments: argparse.Namespace) -> C
         overrides.append(f"model.drafter={folder}")
     # What the operator's shell sets for other clusters does not concern this one.
     return load(arguments.config or running, overrides, None if arguments.config else {})
+
+
+def _drafter_folder(given: str) -> Path:
+    """Raises CommandError when it is not there."""
+    folder = Path(given).expanduser().resolve()
+    if not folder.is_dir():
+        raise CommandError(f"--drafter {given}: no such folder; `dspark train` makes one")
+    return folder
 
 
 def _roll(found: Any, arguments: argparse.Namespace) -> dict[str, Any]:

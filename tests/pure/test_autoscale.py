@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from actors.core.autoscale import Autoscaler, ScaleDecision, ScaleLimits, UnitLoad
+from actors.core.autoscale import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Autoscaler,
+    ScaleDecision,
+    ScaleLimits,
+    StartPauses,
+    UnitLoad,
+)
 from tests.pure.test_rollout import OLD, T1, Cluster
 
 LIMITS = ScaleLimits(
@@ -131,3 +139,25 @@ def test_a_parked_rank_starts_without_waiting_for_one_that_is_away() -> None:
     cluster.restart_of("target-1")
     cluster.tick(), cluster.tick()
     assert cluster.rollout.outcome == "done"
+
+
+def test_another_unit_starts_where_one_has_just_failed_to() -> None:
+    failing = UnitLoad(("target-1",), "failing")
+    decision = after(Autoscaler(LIMITS), [serving(0, 0.15), failing, parked(2)], 0, 5)
+    assert (decision.kind, decision.members) == ("start", ("target-2",))
+    alone = after(Autoscaler(LIMITS), [serving(0, 0.15), failing], 0, 5)
+    assert alone.kind == "keep" and alone.why.endswith("target-1 failed to start")
+    short = Autoscaler(ScaleLimits(0.1, 0.5, 5, 60, 30, min_units=2))
+    assert after(short, [serving(0, 0.05), failing], 0, 50).kind == "keep"
+
+
+def test_a_start_that_fails_waits_twice_as_long_each_time_until_it_succeeds() -> None:
+    pauses, rank = StartPauses(), ("target-1", 1)
+    assert not pauses.holds(rank, 0.0)
+    assert [pauses.failed(rank, 0.0) for _ in range(3)] == [30.0, 60.0, 120.0]
+    assert pauses.holds(rank, 119.9) and not pauses.holds(rank, 120.0)
+    assert not pauses.holds(("target-1", 2), 0.0), "other settings may load"
+    for _ in range(2000):
+        assert pauses.failed(rank, 0.0) <= LONGEST_PAUSE_S
+    pauses.succeeded(rank)
+    assert not pauses.holds(rank, 0.0) and pauses.failed(rank, 0.0) == FIRST_PAUSE_S

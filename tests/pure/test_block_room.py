@@ -101,6 +101,7 @@ def test_short_of_blocks_a_round_verifies_less_before_anybody_gives_way() -> Non
     session.step()
     session.step()
     assert session.decisions[-1].caps.tolist() == [3, 2]
+    assert session.decisions[-1].cut_by(1) == "blocks", "its stream could have used a third"
     assert session.rank.counters.num_preempted == 0
     session.run()
     assert_as_expected(session, 7)

@@ -118,6 +118,7 @@ def test_deploy_sends_settings_as_they_were_written_and_the_models_folder(
     assert cluster.sent["target"]["num_ranks"] == 2
     assert cluster.calls[-1] == (
         *("head", "deploy", "--cluster", "auto", "--config", "~/dspark/deploy.yaml"),
+        *("--room-seconds", "30"),
     )
     assert last_object(capsys)["endpoint"] == "http://10.0.0.1:8000/v1"
 

@@ -10,14 +10,17 @@ from tests.pure.test_capacity import profile, report
 PAIR = ("rank-0", "rank-1")
 
 
-def allocator(*running: int, waiting: int = 0) -> Allocator:
-    """Of ranks that run so many requests each, one token a request and step."""
+def allocator(*running: int, waiting: int = 0, most: int = 0) -> Allocator:
+    """Of ranks that run so many requests each, one token a request and step, and `most` at once."""
     made = Allocator()
     for number, count in enumerate(running):
         name = f"rank-{number}"
         made.fold(profile(name), 0.0)
         made.fold(
-            report(1, name, num_requests=count, batch_tokens=count, num_committed=count, num_waiting=waiting),
+            report(
+                1, name, num_requests=count, batch_tokens=count, num_committed=count, num_waiting=waiting,
+                max_running=most,
+            ),
             0.0,
         )  # fmt: skip
     return made
@@ -57,6 +60,19 @@ def test_streams_that_wait_make_a_token_take_longer() -> None:
         allocator(4, waiting=5).foretell([("rank-0",)]),
     )
     assert full[0][0] == 9 and full[0][1] == pytest.approx(2 * idle[0][1])
+
+
+def test_streams_beyond_the_places_of_a_rank_wait_and_make_a_token_take_longer() -> None:
+    roomy, full = allocator(4, 4), allocator(4, 4, most=4)
+    units = [("rank-0",), ("rank-1",)]
+    (_, roomy_s, roomy_fewer_s), _ = roomy.foretell(units)
+    (_, full_s, full_fewer_s), _ = full.foretell(units)
+    ((_, three_s, _),) = allocator(3, most=4).foretell([("rank-0",)])
+    assert three_s is not None
+    assert full_s == pytest.approx(three_s * 5 / 4), "four run, a fifth waits"
+    assert full_fewer_s == pytest.approx(three_s * 9 / 4), "four run, five wait"
+    assert roomy_s is not None and full_s > roomy_s
+    assert roomy_fewer_s is not None and full_fewer_s > roomy_fewer_s
 
 
 def test_without_a_curve_nothing_is_foretold() -> None:

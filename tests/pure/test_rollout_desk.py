@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.core.autoscale import StartPauses
 from actors.core.rank_report import rank_stats
 from actors.core.rollout_plan import Bounds, NobodyLeftError
 from actors.link import Membership
@@ -79,7 +80,7 @@ class Simulated(Supervisor):
         revision = self._book.assignment.of(name)
         self.started[name] = revision.number
         self.phases[name] = "parked" if revision.is_parked else "ready"
-        if revision.config == self.broken:
+        if revision.config == self.broken and not revision.is_parked:
             self.phases[name] = "failed"
 
     async def over(self) -> dict[str, Any]:
@@ -118,6 +119,7 @@ async def test_ranks_come_to_the_new_settings_one_by_one_and_their_streams_move(
     assert [step["moved_streams"] for step in over["steps"]] == [3, 0]
     assert made.ends == ["target-0", "target-1"]
     assert (await made.settings())["target"]["max_running"] == 7
+    assert (await made.routing()).num_places == 2 * 7, "which the shares of API keys follow"
     status = await made.status()
     assert {member["revision"] for member in status["members"]} == {2} and status["revision"] == 2
     wishes = {name: peers.assignment for name, peers in made.peers.items()}
@@ -168,6 +170,20 @@ async def test_a_policy_is_followed_without_a_restart() -> None:
     assert (await made.status())["policy"] == "none"
 
 
+async def test_a_policy_that_is_ordered_while_a_rollout_runs_stays_when_it_has_ended() -> None:
+    made = cluster()
+    made.streams["target-0"] = 3  # until they move there is time
+    policy = {"explain_rounds": 5, "min_predicted_gain": 0.5}
+    await made.rollout(Wish(wanted(policy=policy), None, BOUNDS))
+    await made.reconfigure(wanted(policy={"name": "static_length", "static_length": 2}))
+    assert (await made.over())["outcome"] == "done" and made.ends == ["target-0", "target-1"]
+    policy = (await made.settings())["policy"]
+    assert (policy["name"], policy["static_length"]) == ("static_length", 2)
+    assert policy["explain_rounds"] == 5, "what the ranks have started with"
+    orders = [peers.order for peers in made.peers.values() if peers.order is not None]
+    assert {order.policy.name for order in orders} == {"static_length"}
+
+
 async def test_a_rank_is_drained_by_order_and_the_last_one_never() -> None:
     made = cluster()
     assert await made.drain("target-1", True) == ["target-1"]
@@ -211,6 +227,26 @@ async def test_a_rank_is_parked_with_little_to_do_and_starts_when_a_token_takes_
     await made.until(lambda: made.phases["target-1"] == "ready")
     assert made.started["target-1"] == 2
     assert "target is 100.0 ms" in (await made.status())["autoscale"]["why"]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_a_parked_rank_that_does_not_load_is_let_be_for_a_while(is_on: bool) -> None:
+    made = Simulated(wanted(autoscale={**SCALING, "target_tpot_ms": 100}))
+    await made.routing()
+    await made.until(lambda: made.phases["target-1"] == "parked")
+    await made.until(lambda: not made._desk.is_busy)
+    made.broken = made._book.assignment.config
+    if is_on:
+        made.tpot_s = 0.2
+    else:
+        made.broken = wanted()
+        await made.rollout(Wish(wanted(), None, BOUNDS))
+    # Its start, and back to parked.
+    await made.until(lambda: made.ends == ["target-1"] * 3 and not made._desk.is_busy)
+    await asyncio.sleep(0.1)
+    assert made.ends == ["target-1"] * 3 and made.phases["target-1"] == "parked"
+    made.broken, made._scaling._pauses = None, StartPauses()  # as if the pause were over
+    await made.until(lambda: made.phases["target-1"] == "ready")
 
 
 async def test_it_is_off_unless_it_is_asked_for() -> None:

@@ -12,6 +12,7 @@ from actors.engine.drafters.checkpoint import save_drafter
 from actors.engine.training.compare import Scene
 from actors.engine.training.equal_data import AnswerRounds, Entrant, alike, ratio, report
 from actors.engine.training.replay import Blocks
+from cluster.commands.evaluate import _equal_data
 from tests.torch_cpu.rank_engines import HIDDEN, VOCAB, write_tiny_llama
 from tests.torch_cpu.tiny_drafters import every_config, random_model
 
@@ -44,8 +45,8 @@ def test_an_answer_is_counted_as_the_whole_text_is() -> None:
 
 
 def test_a_ratio_is_of_macro_means_and_prose_does_not_enter() -> None:
-    over = rounds({"code-0": 20, "code-1": 40, "math-0": 40, "prose-0": 990})
-    under = rounds({"code-0": 10, "code-1": 20, "math-0": 20, "prose-0": 10})
+    over = rounds({"code-0": 20, "code-1": 40, "math-0": 40, "math-1": 40, "prose-0": 990})
+    under = rounds({"code-0": 10, "code-1": 20, "math-0": 20, "math-1": 20, "prose-0": 10})
     found = ratio(over, under)
     assert found == {"ratio": 2.0, "low": 2.0, "high": 2.0}  # paired: twice on every answer
     uneven = rounds({"code-0": 15, "code-1": 15, "math-0": 45})
@@ -60,6 +61,14 @@ def test_the_interval_covers_the_truth_and_narrows_with_answers() -> None:
         covered += sum(f["low"] <= 1.1 <= f["high"] for f in found)
     assert covered >= 33  # of 40; 38 are expected
     assert 2.5 < widths[10] / widths[160] < 6  # 4, the root of 16
+
+
+def test_one_answer_of_a_domain_makes_no_interval() -> None:
+    over = rounds({"code-0": 20, "code-1": 40, "math-0": 40})
+    under = rounds({"code-0": 10, "code-1": 20, "math-0": 20})
+    assert ratio(over, under) == {"ratio": 2.0, "low": None, "high": None}
+    shown = {"answer_tokens": 9, "steps": 1, "temperature_0": {"dspark/x": ratio(over, under)}}
+    assert _equal_data(shown).splitlines()[-1].split() == ["dspark/x", "2.000"]
 
 
 def test_answers_are_paired_by_name_whatever_their_order() -> None:

@@ -106,8 +106,11 @@ def report(entrants: Sequence[Entrant]) -> dict[str, Any] | None:
     return found
 
 
-def ratio(over: AnswerRounds, under: AnswerRounds, seed: int = 0) -> dict[str, float]:
-    """Return the ratio of the macro acceptance lengths on the answers both have, and its interval over resamples."""
+def ratio(over: AnswerRounds, under: AnswerRounds, seed: int = 0) -> dict[str, float | None]:
+    """Return the ratio of the macro acceptance lengths on the answers both have, and its interval over resamples.
+
+    The interval is None where a domain has one answer only: drawn again it says nothing about others.
+    """
     answers = sorted(over.domains.keys() & under.domains.keys())
     domains = np.array([over.domains[answer] for answer in answers])
     sides = [
@@ -124,12 +127,11 @@ def ratio(over: AnswerRounds, under: AnswerRounds, seed: int = 0) -> dict[str, f
             drawn[s, d] = _length(times @ side[rows])
     over_mean, under_mean = exact.mean(1)
     over_drawn, under_drawn = drawn.mean(1)
+    found: dict[str, float | None] = {"ratio": round(float(over_mean / under_mean), 4)}
+    if min(np.count_nonzero(domains == domain) for domain in chosen) < 2:
+        return found | {"low": None, "high": None}
     low, high = np.percentile(over_drawn / under_drawn, INTERVAL)
-    return {
-        "ratio": round(float(over_mean / under_mean), 4),
-        "low": round(float(low), 4),
-        "high": round(float(high), 4),
-    }
+    return found | {"low": round(float(low), 4), "high": round(float(high), 4)}
 
 
 def _length(counts: Float64) -> Float64:
