@@ -153,7 +153,9 @@ class PackedBackbone:
             qkv=Linear(weight(qkv)),
             out=Linear(weight(attention.o_proj.weight)),
             mlp=GatedMlp(
-                *(weight(getattr(mlp, f"{n}_proj").weight) for n in ("gate", "up", "down"))
+                weight(mlp.gate_proj.weight),
+                weight(mlp.up_proj.weight),
+                weight(mlp.down_proj.weight),
             ),
             norm_in=weight(layer.input_layernorm.weight),
             norm_post=weight(layer.post_attention_layernorm.weight),
