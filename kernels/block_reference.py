@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ class MarkovHead(NamedTuple):
 
     w1: Tensor  # [V, r] over the target's vocabulary
     w2: Tensor  # [V', r] over the draft vocabulary
+    bias: Callable[[Tensor], Tensor] | None = None  # [N, r] -> [N, V'] by w2, laid out for a CPU
 
 
 class DraftSampling(NamedTuple):
@@ -91,7 +93,8 @@ def sample_block(
         if markov is not None:
             embedding = markov.w1[previous]
             embeddings.append(embedding)
-            logits = logits + (embedding @ markov.w2.T).to(logits.dtype)
+            bias = embedding @ markov.w2.T if markov.bias is None else markov.bias(embedding)
+            logits = logits + bias.to(logits.dtype)
         if sampling.all_greedy:
             index = first_argmax(logits)[:, None]
             ids = index if d2t is None else d2t[index]

@@ -119,7 +119,9 @@ def test_a_context_first_seen_in_the_middle_starts_there() -> None:
     proposal = engine.advance(commit_batch([stream.commit(20, 30)]))
     assert proposal is not None
     hidden = engine.model.block(
-        stream.ids[[29]], torch.tensor([29]), PaddedContext(*engine.context.view(np.array([0])))
+        stream.ids[[29]],
+        torch.tensor([29]),
+        PaddedContext(*engine.context.view(np.array([0]), engine.model.config.block_size)),
     )
     # The module with the same 9 tokens visible, at their own positions.
     visible = torch.full((1, 1, 29), float("-inf"))

@@ -143,14 +143,18 @@ class ContextStore:
             self.keys[index, row, :, column] = keys[index]
             self.values[index, row, :, column] = values[index]
 
-    def view(self, rows: Int64) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values [layers, N, kv, S, hd] and bool [N, S], true beyond a row's end.
+    def view(self, rows: Int64, own: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values [layers, N, kv, S + own, hd] and bool [N, S + own], true beyond a row's end.
 
-        Consecutive rows come as a slice, without a copy.
+        The last `own` columns are the caller's to write, until the next commit overwrites them. Consecutive rows come
+        as a slice, without a copy.
         """
         counts = torch.from_numpy(self.lengths[rows] - self.starts[rows]).to(self.keys.device)
-        span = int(counts.max())
-        beyond = torch.arange(span, device=self.keys.device) >= counts[:, None]
+        longest = int(counts.max())
+        span = longest + own
+        self.cover_columns(span - 1)
+        columns = torch.arange(span, device=self.keys.device)
+        beyond = (columns >= counts[:, None]) & (columns < longest)
         first = int(rows[0])
         if np.array_equal(rows, np.arange(first, first + len(rows))):
             index: slice | Tensor = slice(first, first + len(rows))

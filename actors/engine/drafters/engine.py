@@ -119,5 +119,5 @@ class DSparkEngine(ContextEngine):
             return self.paged(rows, anchor_ids, anchors, sampling)
         self.model.cover_positions(int(anchors.max()) + self.model.config.block_size - 1)
         ids, positions = (torch.from_numpy(a).to(self.device) for a in (anchor_ids, anchors))
-        padded = PaddedContext(*self.context.view(rows))
+        padded = PaddedContext(*self.context.view(rows, self.model.config.block_size))
         return self.drafter(ids, positions, DraftSampling.of(sampling, self.device), padded)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from actors.engine.drafters.dspark import DSparkModel, Layer
 from actors.engine.drafters.heads import MarkovHead as SequentialHead
-from actors.engine.packed_linear import Linear
+from actors.engine.packed_linear import GatedMlp, Linear, packs
 from actors.engine.rotary import rotary_tables, rotate
 from kernels.markov_sample import MarkovHead
 
@@ -25,8 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class _PackedLayer:
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp
     norm_in: Tensor
     norm_post: Tensor
     q_norm: Tensor | None
@@ -56,7 +55,9 @@ class PackedBackbone:
         self.sequential: SequentialHead | None = None  # a head whose code needs the slot's hidden
         if type(model.markov_head) is SequentialHead:
             head = model.markov_head
-            self.markov = MarkovHead(weight(head.markov_w1.weight), weight(head.markov_w2.weight))
+            w2 = weight(head.markov_w2.weight)
+            bias = Linear(w2) if packs(w2) else None
+            self.markov = MarkovHead(weight(head.markov_w1.weight), w2, bias)
         elif model.markov_head is not None:
             self.sequential = deepcopy(model.markov_head).to(device, dtype)
         self._confidence: tuple[Tensor, Tensor] | None = None
@@ -97,12 +98,12 @@ class PackedBackbone:
         ids[:, 0] = anchor_ids
         positions = anchors[:, None] + torch.arange(size, device=self.device)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        x = self.embed[ids]
+        x = self.embed[ids].flatten(0, 1)
         for index, layer in enumerate(self.layers):
-            x = x + layer.out(attend(index, *self._heads(x, layer, cos, sin)))
-            gate, up = layer.gate_up(self.rms_norm(x, layer.norm_post)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self.rms_norm(x, self.norm)
+            q, k, v = self._heads(x.view(-1, size, config.hidden_size), layer, cos, sin)
+            x = layer.out.plus(attend(index, q, k, v).flatten(0, 1), x)
+            x = layer.mlp.plus(self.rms_norm(x, layer.norm_post), x)
+        return self.rms_norm(x, self.norm).view(-1, size, config.hidden_size)
 
     def confidence_logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
         """Return fp32 [N, g] for hidden [N, g, d] and W1 rows [N, g, r]; None without the head."""
@@ -151,8 +152,11 @@ class PackedBackbone:
         return _PackedLayer(
             qkv=Linear(weight(qkv)),
             out=Linear(weight(attention.o_proj.weight)),
-            gate_up=Linear(weight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
-            down=Linear(weight(mlp.down_proj.weight)),
+            mlp=GatedMlp(
+                weight(mlp.gate_proj.weight),
+                weight(mlp.up_proj.weight),
+                weight(mlp.down_proj.weight),
+            ),
             norm_in=weight(layer.input_layernorm.weight),
             norm_post=weight(layer.post_attention_layernorm.weight),
             q_norm=weight(attention.q_norm.get_parameter("weight")) if normed else None,
@@ -161,26 +165,27 @@ class PackedBackbone:
 
 
 class PaddedContext:
-    """Attention over context rows padded to the longest: few large products, which is what a CPU wants.
+    """Attention over context rows padded to the longest, one fused call a layer, which is what a CPU wants.
 
     Args:
-        keys, values: [layers, N, kv_heads, S, head_dim].
-        beyond: [N, S], true where a row holds nothing.
+        keys, values: [layers, N, kv_heads, S + g, head_dim]; the last g columns are the block's, written here.
+        beyond: [N, S + g], true where a row holds nothing.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, beyond: Tensor) -> None:
-        self._keys, self._values, self._beyond = keys, values, beyond
+        self._keys, self._values = keys, values
+        mask = torch.zeros(beyond.shape, dtype=keys.dtype, device=keys.device)
+        self._mask = mask.masked_fill_(beyond, float("-inf"))[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
         keys, values = self._keys[layer], self._values[layer]
         count, size, heads, dim = q.shape
-        kv, span = k.shape[2], keys.shape[2]
+        kv = k.shape[2]
+        keys[:, :, -size:], values[:, :, -size:] = k.transpose(1, 2), v.transpose(1, 2)
+        # The query heads of a K/V head, and the slots, are rows of one product: all see the same keys.
         q = q.view(count, size, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(count, kv, -1, dim)
-        scores = torch.cat((q @ keys.transpose(2, 3), q @ k.permute(0, 2, 3, 1)), -1).float()
-        scores[..., :span].masked_fill_(self._beyond[:, None, None], float("-inf"))
-        weights = (scores * dim**-0.5).softmax(-1).to(q.dtype)
-        mixed: Tensor = weights[..., :span] @ values + weights[..., span:] @ v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
         mixed = mixed.view(count, kv, -1, size, dim).permute(0, 3, 1, 2, 4)
         return mixed.reshape(count, size, -1)
