@@ -282,13 +282,13 @@ def _members(page: Page, observation: Observation) -> None:
     for member in observation.members:
         who = {"member": member["name"], "role": member["role"]}
         page.gauge("dspark:member_up", "Ready.", float(member["state"] == "ready"), **who)
-        text = "Of the settings it runs; a rollout raises it."
-        page.gauge("dspark:member_revision", text, member["revision"], **who)
+        page.gauge("dspark:member_revision", "Of the settings it runs.", member["revision"], **who)
         page.gauge("dspark:member_memory_bytes", MEMORY, member["memory_bytes"], **who)
         draining = float(member["state"] == "draining")
         page.gauge("dspark:member_draining", "It takes no new streams.", draining, **who)
-        text = "Times it came back after its process had ended."
-        page.counter("dspark:recoveries", text, member["num_restarts"], **who)
+        restarts, silences = member["num_restarts"], member["num_silences"]
+        page.counter("dspark:recoveries", "Back after its process ended.", restarts, **who)
+        page.counter("dspark:silences", "Given up while its process lived.", silences, **who)
         stats = observation.stats.get(member["name"])
         age = observation.stale_s.get(member["name"], 0.0 if stats else float("nan"))
         page.gauge("dspark:member_stats_age_seconds", "0: it answered this time.", age, **who)

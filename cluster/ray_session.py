@@ -70,6 +70,8 @@ class RaySession:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # A busy machine needs longer than Ray's default for the agents of its node to come up.
         os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+        # By default Ray's workers yield (nice 15) to any other program: a client beside them would starve the ranks.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if self._address is not None:
                 # A local start turns token authentication on by itself, joining by address does not.

@@ -47,6 +47,7 @@ class Member:
     last: Description | None = None
     num_misses: int = 0
     num_restarts: int = 0
+    num_silences: int = 0  # times it was given up although its process had not ended
     last_failure: str = ""
     revision: int = 0  # of the settings it shall run
     heard_at_s: float | None = None  # on the supervisor's clock
@@ -84,6 +85,7 @@ class Member:
             "reason": self.reason,
             "revision": self.revision,
             "num_restarts": self.num_restarts,
+            "num_silences": self.num_silences,
             "last_failure": self.last_failure,
             "phase": last.phase if last else "starting",
             "detail": last.detail if last else "",
@@ -198,6 +200,7 @@ class RouteBook:
         if member.last is None and not has_ended:
             member.reason = reason  # it may still wait for a place
         elif has_ended or member.num_misses >= _patience(member):
+            member.num_silences += not has_ended and member.state != "dead"
             member.state = "dead"
             member.reason = member.last_failure or reason
         self._notice()

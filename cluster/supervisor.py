@@ -242,6 +242,7 @@ class Supervisor:
             await asyncio.sleep(max(0.0, started + PING_INTERVAL_S - time.monotonic()))
 
     async def _ping(self, member: Member) -> None:
+        state = member.state
         try:
             description = await self._ask(member.name, "describe", PING_TIMEOUT_S)
         except (ActorDiedError, ActorUnavailableError) as error:
@@ -259,6 +260,8 @@ class Supervisor:
                 self._kill(member, f"its loop stood still for {description.turn_age_s:.0f} s")
             if description.phase == "stopped" and not self._desk.has_ended(description):
                 self._kill(member, "it was stopped, by a supervisor that is no more")
+        if state != member.state == "dead":
+            log.warning("%s is given up until it answers: %s", member.name, member.reason)
 
     def _kill(self, member: Member, cause: str) -> None:
         log.error("%s: %s; Ray starts it again", member.name, cause)

@@ -19,6 +19,7 @@ from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observation, Obser
 from cluster.telemetry import DispatchCounters, FrontMetrics
 
 TARGET = {"name": "target-0", "role": "target", "state": "ready", "num_restarts": 0}
+TARGET |= {"num_silences": 2}
 TARGET |= {"revision": 1, "memory_bytes": 1 << 20}
 
 
@@ -191,6 +192,7 @@ async def test_the_scrape_says_how_true_confidences_are_and_what_it_costs_to_kno
         for family in text_string_to_metric_families(exposition(seen, "m"))
         for sample in family.samples
     }
+    assert found["dspark:silences_total", None, None] == 2
     assert found["dspark:explored_rounds_total", None, None] == 3
     assert found["dspark:explored_tokens_total", None, None] == 8
     assert found["vllm:prefix_cache_queries_total", None, None] == 40

@@ -109,8 +109,16 @@ def test_a_slow_process_is_dead_only_after_several_silent_pings(book: RouteBook)
     for _ in range(MISSES_UNTIL_DEAD - 1):
         book.miss("target-0", "slow", has_ended=False)
         assert book.table().ranks[0].state == "ready"
-    book.miss("target-0", "slow", has_ended=False)
-    assert book.table().ranks[0].state == "dead"
+    assert book.members["target-0"].num_silences == 0
+    for _ in range(2):
+        book.miss("target-0", "slow", has_ended=False)
+        assert book.table().ranks[0].state == "dead"
+        assert book.members["target-0"].num_silences == 1
+
+
+def test_an_ended_process_was_not_silent(book: RouteBook) -> None:
+    book.miss("target-0", "its process ended", has_ended=True)
+    assert book.members["target-0"].num_silences == 0
 
 
 def test_a_process_that_loads_may_be_silent_for_longer_but_not_for_ever(book: RouteBook) -> None:

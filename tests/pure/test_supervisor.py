@@ -11,6 +11,7 @@ from actors.core.rollout_plan import Bounds
 from actors.link import Membership
 from actors.peers import Description
 from cluster.rollout import Wish
+from cluster.routing import MISSES_UNTIL_DEAD, Member
 from cluster.supervisor import Supervisor
 from configs.change import FixedSettingError, PolicyOrder
 from configs.load import load
@@ -62,6 +63,26 @@ def test_one_silent_member_does_not_keep_the_first_table_back_for_ever() -> None
         return [route.state for route in table.ranks]
 
     assert asyncio.run(first_table()) == ["ready", "starting"]
+
+
+def test_a_rank_that_is_given_up_although_it_lives_is_named_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cluster.supervisor.PING_TIMEOUT_S", 0.0)
+
+    async def silence() -> Member:
+        watching = supervisor()
+        watching.delay_s = 0.0
+        member = watching._book.members["target-1"]
+        await watching._ping(member)
+        watching.silent = frozenset({"target-1"})
+        for _ in range(MISSES_UNTIL_DEAD + 2):
+            await watching._ping(member)
+        return member
+
+    member = asyncio.run(silence())
+    assert (member.state, member.num_silences) == ("dead", 1)
+    assert caplog.text.count("target-1 is given up until it answers: does not answer") == 1
 
 
 def wanted(*settings: str) -> ClusterConfig:

@@ -65,6 +65,14 @@ class Served:
                 return
         raise AssertionError(f"{text!r} never came: {self.lines}")
 
+    def polite_actors(self) -> list[str]:
+        """Actors that yield the processor to the process that started them."""
+        driver = psutil.Process(self.process.pid)
+        children = driver.children(recursive=True)
+        actors = [one for one in children if " ".join(one.cmdline()).startswith("ray::")]
+        assert actors
+        return [" ".join(one.cmdline()) for one in actors if one.nice() > driver.nice()]
+
     def end(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         assert self.process.stdout is not None
@@ -100,7 +108,9 @@ def test_a_signal_ends_a_serving_cluster_without_a_process_left(
     served = serve(LEAVE_AN_ORPHAN="1")
     served.read_until("serving")
     assert any("sleep 600" in process for process in marked(served.mark))
+    polite = served.polite_actors()
     served.end(signal.SIGINT)
+    assert polite == [], "any busy program beside them starves them"
     assert "ended" in served.lines
     assert marked(served.mark) == []
     assert served.process.returncode == 0
