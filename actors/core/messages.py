@@ -42,15 +42,14 @@ class Reserve:
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A validated request with its reservation. `prompt_ids` are the prompt plus the tokens the client already has,
-    `num_prior_tokens` of them: `max_new_tokens`, token indices and position keys go on where they were."""
+    """A validated request with its reservation; token indices and position keys go on after what the client has."""
 
     request_id: str
     generation: int
     reply_to: Endpoint
-    prompt_ids: Int32
-    num_prior_tokens: int
-    max_new_tokens: int
+    prompt_ids: Int32  # the prompt, then the tokens the client already has
+    num_prior_tokens: int  # how many those are
+    max_new_tokens: int  # to come
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str | None = None
@@ -254,8 +253,7 @@ class RankLoad:
     predicted_tpot_s: float  # time per output token a new request would see
     age_s: float
     budget: VerifyBudget | None = None  # the last one published
-    # Relative, of the step times of its group, or else its own; None: unknown.
-    prediction_error: float | None = None
+    prediction_error: float | None = None  # relative, of its steps (a group's in common)
     num_fallback_steps: int = 0  # steps decided without a search, for want of a curve to trust
 
 
