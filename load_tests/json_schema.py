@@ -45,7 +45,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         name=_WORDS,
         age={"type": "integer", "minimum": 0, "maximum": 120},
         is_member={"type": "boolean"},
-        score={"type": "number", "minimum": -1, "maximum": 1},
+        # Without `multipleOf` a number may have digits for ever, and now and then has.
+        score={"type": "number", "minimum": -1, "maximum": 1, "multipleOf": 0.25},
     ),
     "choices": _object(
         size={"enum": ["small", "medium", "large", None, 0]},
@@ -127,6 +128,7 @@ class Finding:
 
     valid: Counter[str] = field(default_factory=Counter)  # by schema
     invalid: Counter[str] = field(default_factory=Counter)
+    cut: int = 0  # ended by the limit of tokens
     failed: int = 0  # no whole answer
     completion_tokens: int = 0
     accepted_tokens: int = 0
@@ -143,21 +145,23 @@ class Finding:
         self.accepted_tokens += answer.accepted_tokens
         self.rejected_tokens += answer.rejected_tokens
         text = "".join(answer.pieces)
-        if problem := problem_with(ask.schema, text, answer.finish_reason):
+        problem = f"ended by {answer.finish_reason}"
+        if answer.finish_reason != "stop":
+            self.cut += 1
+        elif problem := problem_with(ask.schema, text):
             self.invalid[ask.schema] += 1
-            self.problems.append(f"{problem}: {ask} {text[:300]!r}")
         else:
             self.valid[ask.schema] += 1
+        if problem:
+            self.problems.append(f"{problem}: {ask} {text[:300]!r}")
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def problem_with(schema: str, text: str, finish_reason: str | None) -> str:
+def problem_with(schema: str, text: str) -> str:
     """Why an answer is not what its schema asks for; empty where it is."""
-    if finish_reason != "stop":
-        return f"ended by {finish_reason}"
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
@@ -201,7 +205,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
             await asyncio.gather(*(work() for _ in range(arguments.streams)))
         health = arguments.url.removesuffix("/").removesuffix("/v1") + "/health"
-        left = await baseline_problems(client, health)
+        try:
+            left = await baseline_problems(client, health)
+        except httpx.HTTPError as error:  # what was found all the same is told
+            left = [f"{health} does not answer: {type(error).__name__}"]
     return report(finding, left, time.monotonic() - started)
 
 
@@ -211,6 +218,7 @@ def report(finding: Finding, left: list[str], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "valid": finding.valid.total(),
         "invalid": finding.invalid.total(),
+        "cut": finding.cut,
         "failed": finding.failed,
         "by_schema": {
             name: {"valid": finding.valid[name], "invalid": finding.invalid[name]}
