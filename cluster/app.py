@@ -20,6 +20,7 @@ from cluster.api_keys import KeyRing, key_limits
 from cluster.dispatcher import Dispatcher, DispatchLimits
 from cluster.explanations import AskRanks
 from cluster.ingress import Front, build_app
+from cluster.ingress_scaling import replica_options
 from cluster.intake import Intake
 from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
@@ -87,11 +88,10 @@ def application(config: ClusterConfig) -> Any:
     deployment: Any = serve.deployment(
         serve.ingress()(IngressReplica),
         name="Ingress",
-        num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=MAX_ONGOING,
         health_check_period_s=5,
         health_check_timeout_s=15,
-        graceful_shutdown_timeout_s=10,
+        **replica_options(config.ingress),
         ray_actor_options={"num_cpus": 0, "resources": {mark: MARK_AMOUNT} if mark else {}},
         logging_config=_quiet(),
     )
@@ -198,10 +198,12 @@ class IngressReplica:
             config, codec, self._link, self._routing, self._ask_ranks, self._ask_cluster
         )
         await asyncio.to_thread(self._front.intake.grammars.prepare)  # not while others stream
-        self._is_alone = config.ingress.num_replicas == 1
+        self._is_alone = config.ingress.most_replicas == 1
 
     async def _routing(self, seen: int) -> RoutingTable:
         table: RoutingTable = await self._supervisor.routing.remote(seen)
+        shared = key_limits(self._config, table.num_places, table.num_ingress)
+        self._front.access.keys.adopt(shared)
         return table
 
     async def _ask_ranks(self, response_id: str) -> Mapping[str, Any]:
@@ -226,11 +228,13 @@ class IngressReplica:
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncGenerator[None, None]:
             await self._front.dispatcher.start()
-            publishing = asyncio.create_task(self._publish_counters())
+            beside = (self._publish_counters(), self._front.meter.run())
+            tasks = [asyncio.create_task(work) for work in beside]
             try:
                 yield
             finally:
-                publishing.cancel()
+                for task in tasks:
+                    task.cancel()
                 await self._front.dispatcher.stop()
                 self._link.close()
                 tracing.flush()
@@ -240,6 +244,11 @@ class IngressReplica:
     async def end_streams(self) -> None:
         """Called on every replica before the application goes down."""
         await self._front.dispatcher.end_streams("the server is shutting down")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for `cluster.ingress_scaling`."""
+        num_streams = float(self._front.dispatcher.num_streams)
+        return {**self._front.meter.stats(), "num_streams": num_streams}
 
     async def check_health(self) -> None:
         """Called by Serve on the loop that serves requests, so that a stuck loop is noticed too."""

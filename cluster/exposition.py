@@ -77,16 +77,21 @@ DRAFTER_COUNTERS = (
     ("dspark:drafter_failures", "Batches that failed.", "num_failed"),
     ("dspark:drafter_expired_contexts", "Contexts nobody asked for any more.", "num_expired"),
     ("dspark:drafter_missed_closes", "Ends learnt of late: word was lost.", "num_missed_closes"),
-    (
-        "dspark:drafter_refused_calibrations",
-        "Calibrations not used: made for another target or drafter.",
-        "num_refused_calibrations",
-    ),
+    ("dspark:drafter_refused_calibrations", "Of another pair.", "num_refused_calibrations"),
 )
 ALLOCATOR_COUNTERS = (
     ("dspark:fallback_budgets", "Budgets for which no plan could be made.", "num_fallbacks"),
     ("dspark:stale_reports", "Reports repeated, late or of an earlier life.", "num_stale_reports"),
     ("dspark:refused_curves", "Cost curves that could not be used.", "num_refused_curves"),
+)
+FRONT_COUNTERS = (
+    ("dspark:disconnects", "Clients that left before an answer.", "num_disconnected"),
+    ("dspark:ignored_fields", "Unknown fields of requests.", "num_ignored_fields"),
+    ("dspark:unknown_keys", "Requests without a known key.", "num_unknown_keys"),
+)
+FRONT_GAUGES = (
+    ("dspark:ingress_busy_share", "Of a core, by its event loop.", "busy_share"),
+    ("dspark:ingress_lag_seconds", "Mean lateness of its event loop.", "lag_s"),
 )
 FRONT_HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "Arrival to first token.", "first_token_s"),
@@ -168,17 +173,14 @@ def _front(page: Page, name: str, front: dict[str, Any], model: str) -> None:
         page.histogram(metric, text, front[key], **labels)
     for status, count in sorted(front["responses"].items()):
         page.counter("dspark:responses", "Answers.", count, ingress=name, status=str(status))
-    gone = front["num_disconnected"]
-    page.counter("dspark:disconnects", "Clients that left before an answer.", gone, ingress=name)
-    unread = front["num_ignored_fields"]
-    page.counter("dspark:ignored_fields", "Unknown fields of requests.", unread, ingress=name)
+    for metric, text, key in FRONT_COUNTERS:
+        page.counter(metric, text, front[key], ingress=name)
+    for metric, text, key in FRONT_GAUGES:
+        page.gauge(metric, text, front[key], ingress=name)
     for key, count in sorted(front["keys"].items()):
         page.counter("dspark:key_requests", "Of each key.", count, ingress=name, key=key)
-    unknown = front["num_unknown_keys"]
-    page.counter("dspark:unknown_keys", "Requests without a known key.", unknown, ingress=name)
     for key, count in front["dispatch"].items():
-        text = "Streams and messages of the dispatcher."
-        page.counter(f"dspark:{key}", text, count, ingress=name)
+        page.counter(f"dspark:{key}", "Of the dispatcher.", count, ingress=name)
 
 
 def _rank(page: Page, name: str, stats: dict[str, Any], model: str) -> None:
@@ -239,9 +241,7 @@ def _acceptance(page: Page, name: str, counts: dict[str, Any], model: str) -> No
     page.counter(f"{prefix}_drafts", "Rounds with draft tokens.", drafts, **vllm)
     page.counter(f"{prefix}_draft_tokens", "Draft tokens verified.", sum(scheduled), **vllm)
     page.counter(f"{prefix}_accepted_tokens", "Of those, accepted.", sum(accepted), **vllm)
-    page.counter(
-        "dspark:rounds", "Rounds, with a draft or without.", counts["num_rounds"], rank=name
-    )
+    page.counter("dspark:rounds", "With a draft or without.", counts["num_rounds"], rank=name)
     for position, of_position in enumerate(
         zip(counts["proposed"], scheduled, accepted, counts["expected"], strict=True)
     ):

@@ -28,6 +28,7 @@ from cluster.host_guard import guard
 from cluster.intake import Intake
 from cluster.jobs import Job
 from cluster.live_stream import NeverFitsError, NoReadyRankError, OverloadedError, StreamError
+from cluster.loop_meter import LoopMeter
 from cluster.observation import AskCluster, Observer
 from cluster.openai_api import (
     ChatRequest,
@@ -77,7 +78,10 @@ class Front:
         self.intake = intake
         self.dispatcher = dispatcher
         self.metrics = FrontMetrics()
-        counters = partial(watch_routes.front_snapshot, self.metrics, dispatcher, self.access.keys)
+        self.meter = LoopMeter()
+        counters = partial(
+            watch_routes.front_snapshot, self.metrics, dispatcher, self.access.keys, self.meter
+        )
         self.observer = Observer(dispatcher.link.endpoint.name, counters, ask_cluster)
         self._request_timeout_s = request_timeout_s
         self.ask_ranks = ask_ranks

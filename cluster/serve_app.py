@@ -45,7 +45,10 @@ def serve_config(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, A
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
                 "args": {"settings": settings},
-                "deployments": [{"name": "Ingress", "num_replicas": ingress.num_replicas}],
+                # A number here would take the place of the autoscaling that the application declares.
+                "deployments": [{"name": "Ingress", "num_replicas": ingress.num_replicas}]
+                if ingress.max_replicas is None
+                else [],
             }
         ],
     }

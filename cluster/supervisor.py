@@ -80,6 +80,7 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._num_killed = 0
         self._fronts = FrontShelf()
+        self._ingress: dict[str, Any] | None = None  # what was decided last of its replicas
         self._has_asked = asyncio.Event()
 
     async def routing(self, seen: int = -1) -> RoutingTable:
@@ -107,6 +108,7 @@ class Supervisor:
             "is_settled": not self._book.behind(),
             "revision": self._book.assignment.current,
             "autoscale": asdict(self._scaling.last) if self._scaling.last else None,
+            "ingress": self._ingress,
             "members": [member.describe() for member in self._book.members.values()],
         }
 
@@ -178,6 +180,12 @@ class Supervisor:
     async def publish(self, ingress: str, front: dict[str, Any]) -> None:
         """An ingress replica's counters, for whichever replica is asked about the cluster."""
         self._fronts.note(ingress, front, time.monotonic())
+
+    async def note_ingress(self, decision: dict[str, Any]) -> None:
+        """How many ingress replicas shall serve, and why; see `cluster.ingress_scaling`."""
+        if self._ingress is None or decision["num_replicas"] != self._ingress["num_replicas"]:
+            log.warning("ingress replicas: %(num_replicas)d: %(why)s", decision)
+        self._ingress = decision
 
     async def observe(self, ingress: str, front: dict[str, Any]) -> dict[str, Any]:
         """Everything the metrics and the live page show; the caller leaves its own counters here."""

@@ -19,6 +19,7 @@ from cluster.api_keys import KeyRing
 from cluster.dispatcher import Dispatcher
 from cluster.explanations import AskRanks, explain
 from cluster.exposition import exposition
+from cluster.loop_meter import LoopMeter
 from cluster.observation import Observer
 from cluster.telemetry import FrontMetrics
 
@@ -34,7 +35,9 @@ MEDIA_TYPES = {
 HEADERS = {"content-security-policy": "default-src 'self'", "cache-control": "no-cache"}
 
 
-def front_snapshot(metrics: FrontMetrics, dispatcher: Dispatcher, keys: KeyRing) -> dict[str, Any]:
+def front_snapshot(
+    metrics: FrontMetrics, dispatcher: Dispatcher, keys: KeyRing, meter: LoopMeter
+) -> dict[str, Any]:
     """An ingress replica's counters and open streams, in plain numbers."""
     return {
         **metrics.snapshot(),
@@ -43,6 +46,7 @@ def front_snapshot(metrics: FrontMetrics, dispatcher: Dispatcher, keys: KeyRing)
         "streams": dispatcher.describe_streams(),
         "keys": dict(keys.num_requests),
         "num_unknown_keys": keys.num_unknown,
+        **meter.stats(),
         "memory_bytes": psutil.Process().memory_info().rss,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.access import ApiKeyConfig
 from configs.section import Section
@@ -16,7 +16,27 @@ class IngressConfig(Section):
 
     host: str = Field("127.0.0.1", description="Address the endpoint listens on.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the endpoint.")
-    num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
+    num_replicas: int = Field(
+        1, ge=1, description="Ingress replicas; the fewest, with max_replicas."
+    )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Most ingress replicas: as many serve as target_lag_ms takes; null = always num_replicas.",
+    )
+    target_lag_ms: float = Field(
+        20.0,
+        gt=0,
+        description="Milliseconds a token may wait in the front before another replica starts; in fractions of "
+        "seconds.",
+    )
+    up_after_s: float = Field(
+        10.0, ge=0, description="How long tokens must wait longer before one starts, in seconds."
+    )
+    down_after_s: float = Field(
+        300.0, ge=0, description="How long one fewer must do before one ends, in seconds."
+    )
     node_resource: str | None = Field(
         None,
         min_length=1,
@@ -81,6 +101,20 @@ class IngressConfig(Section):
         "auto",
         description="Serve proxy; auto = HAProxy where it starts, else Serve's Python proxy.",
     )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> IngressConfig:
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(
+                f"max_replicas={self.max_replicas} lies below num_replicas={self.num_replicas}, the fewest; "
+                "raise it, or leave it out"
+            )
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        """That ever serve at once."""
+        return self.max_replicas or self.num_replicas
 
     @property
     def is_loopback(self) -> bool:

@@ -206,6 +206,7 @@ def _status_here(address: str) -> dict[str, Any]:
                 "uptime_s": time.time() - deployment.deployed_at_s,
                 "is_settled": state["is_settled"],
                 "autoscale": state["autoscale"],
+                "ingress": state["ingress"],
                 "members": [
                     {name: member[name] for name in (*TARGET_COLUMNS, "last_failure", "pid")}
                     for member in state["members"]
@@ -223,6 +224,8 @@ def _describe(report: dict[str, Any]) -> str:
     rows = [[str(member[name]) for name in columns] for member in members]
     scaling = report.get("autoscale")
     why = f"\nautoscale {scaling['kind']}: {scaling['why']}" if scaling else ""
+    if ingress := report.get("ingress"):
+        why += f"\ningress   {ingress['num_replicas']} replicas: {ingress['why']}"
     return "\n\n".join(
         [
             f"endpoint  {report['endpoint']}\nmodel     {report['model']} ({report['numerics']})\n"

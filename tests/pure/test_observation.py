@@ -108,6 +108,8 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
             "keys": {},
             "num_unknown_keys": 0,
             "memory_bytes": 5 << 20,
+            "busy_share": 0.25,
+            "lag_s": 0.002,
         }
 
     async def ask(name: str, own: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +121,8 @@ async def test_the_counters_of_all_replicas_are_in_one_scrape() -> None:
     tokens = families["vllm:generation_tokens"].samples
     assert {s.labels["engine"]: s.value for s in tokens} == {"ingress-0": 20, "ingress-1": 40}
     assert {s.labels["model_name"] for s in tokens} == {'a "model"'}
+    lags = families["dspark:ingress_lag_seconds"].samples
+    assert {s.labels["ingress"]: s.value for s in lags} == {"ingress-0": 0.002, "ingress-1": 0.002}
     memory = {s.labels["member"]: s.value for s in families["dspark:member_memory_bytes"].samples}
     assert memory == {"ingress-0": 5 << 20, "ingress-1": 5 << 20}
     buckets = {
