@@ -54,6 +54,12 @@ class KeyAccount:
         self._allowance = self._burst
         self._seen_s: float | None = None
 
+    def adopt(self, limits: KeyLimits) -> None:
+        """Other limits from now on; what has been used stays used."""
+        self.limits = limits
+        self._burst = max(1.0, limits.requests_per_minute)
+        self._allowance = min(self._allowance, self._burst)
+
     def take_request(self, now_s: float) -> None:
         """Count one request.
 
@@ -110,6 +116,13 @@ class KeyRing:
         self.num_requests: Counter[str] = Counter()  # by name; of those let in
         self.num_unknown = 0
 
+    def adopt(self, keys: Sequence[KeyLimits]) -> None:
+        """Other limits of the same keys: ranks or ingress replicas have become more or fewer."""
+        for key in keys:
+            account = self._accounts[key.sha256]
+            if key != account.limits:
+                account.adopt(key)
+
     def account(self, authorization: str | None) -> KeyAccount:
         """Whose key an Authorization header holds.
 
@@ -132,10 +145,17 @@ class KeyRing:
         return account
 
 
-def key_limits(config: ClusterConfig) -> list[KeyLimits]:
-    """The configured keys as one replica counts them: each replica gets an equal part of what a key may use."""
-    replicas = config.ingress.num_replicas
-    places = config.target.num_ranks * config.target.max_running
+def key_limits(
+    config: ClusterConfig, num_places: int = 0, num_replicas: int = 0
+) -> list[KeyLimits]:
+    """The configured keys as one replica counts them: each replica gets an equal part of what a key may use.
+
+    Args:
+        num_places: requests that all ranks run at once; 0: as configured.
+        num_replicas: that share the limits; 0: as configured.
+    """
+    replicas = num_replicas or config.ingress.num_replicas
+    places = num_places or config.target.num_ranks * config.target.max_running
     return [
         KeyLimits(
             key.name,

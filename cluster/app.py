@@ -173,6 +173,7 @@ def _wait_until_served(url: str) -> None:
 class IngressReplica:
     """One Serve replica: the front, its link and its dispatcher. Serve wraps it around the ASGI app it builds."""
 
+    _config: ClusterConfig
     _supervisor: Any
     _link: Link
     _front: Front
@@ -181,6 +182,7 @@ class IngressReplica:
         import ray
         from ray import serve
 
+        self._config = config
         self._supervisor = ray.get_actor(SUPERVISOR, namespace=NAMESPACE)
         membership, host = await self._supervisor.join.remote()
         replica = serve.get_replica_context().replica_id.unique_id

@@ -216,6 +216,9 @@ class RouteBook:
             allocator=self._allocator(),
             max_model_len=min(lengths, default=0),
             others=tuple(m.route for m in self.members.values() if m.role != "target"),
+            num_places=sum(
+                self.assignment.of(m.name).config.target.max_running for m in self._of("target")
+            ),
         )
 
     def peers_of(self, name: str) -> Peers:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -88,7 +88,10 @@ class Supervisor:
         self._watch()
         await self._has_asked.wait()
         self._book.outrun(seen)
-        return self._book.table()
+        ingress = self._book.assignment.config.ingress
+        heard = len(self._fronts.known(time.monotonic()))
+        num_ingress = min(max(heard, ingress.num_replicas), ingress.most_replicas)
+        return replace(self._book.table(), num_ingress=num_ingress)
 
     async def join(self) -> tuple[Membership, str | None]:
         """Keys and listening address for a process that opens a link of its own."""

@@ -252,9 +252,8 @@ class RankLoad:
     predicted_tpot_s: float  # time per output token a new request would see
     age_s: float
     budget: VerifyBudget | None = None  # the last one published
-    prediction_error: float | None = (
-        None  # relative, of the step times of its group, or else its own; None: unknown
-    )
+    # Relative, of the step times of its group, or else its own; None: unknown.
+    prediction_error: float | None = None
     num_fallback_steps: int = 0  # steps decided without a search, for want of a curve to trust
 
 
@@ -291,6 +290,8 @@ class RoutingTable:
     allocator: Endpoint | None = None
     max_model_len: int = 0  # what the loaded target allows, in tokens; 0 = not known yet
     others: tuple[RankRoute, ...] = ()  # drafters and the allocator
+    num_places: int = 0  # requests that all ranks run at once, parked ones too; 0: not told
+    num_ingress: int = 1  # replicas that share what an API key may use
 
 
 Message = (

@@ -108,3 +108,25 @@ def test_every_replica_gets_an_equal_part_of_a_keys_limits():
     )
     found = [(k.name, k.requests_per_minute, k.max_streams) for k in key_limits(config)]
     assert found == [("all", 0.0, 0), ("half", 15.0, 6), ("tiny", 0.0, 1)]
+
+
+def test_limits_follow_the_places_and_replicas_there_are_and_what_was_used_stays_used():
+    keys = [{"name": "a", "sha256": digest("k"), "max_share": 0.5, "requests_per_minute": 60}]
+    config = ClusterConfig.model_validate(
+        {"ingress": {"api_keys": keys}, "target": {"num_ranks": 2, "max_running": 4}}
+    )
+    ring = KeyRing(key_limits(config))
+    account = ring.account("Bearer k")
+    held = account.open_streams(4)
+    account.take_request(0.0)
+    assert refused(account.open_streams, 1).code == "share_exceeded"
+    ring.adopt(key_limits(config, num_places=16))  # a rollout of max_running=8
+    account.open_streams(4)
+    assert refused(account.open_streams, 1).code == "share_exceeded"
+    ring.adopt(key_limits(config, num_places=16, num_replicas=2))
+    assert account.limits.requests_per_minute == 30 and account.limits.max_streams == 4
+    held.give_back()
+    assert refused(account.open_streams, 1).code == "share_exceeded", "four are open still"
+    for _ in range(30):
+        account.take_request(0.0)
+    assert refused(account.take_request, 0.0).code == "rate_limit_exceeded"

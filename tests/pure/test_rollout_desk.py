@@ -119,6 +119,7 @@ async def test_ranks_come_to_the_new_settings_one_by_one_and_their_streams_move(
     assert [step["moved_streams"] for step in over["steps"]] == [3, 0]
     assert made.ends == ["target-0", "target-1"]
     assert (await made.settings())["target"]["max_running"] == 7
+    assert (await made.routing()).num_places == 2 * 7, "which the shares of API keys follow"
     status = await made.status()
     assert {member["revision"] for member in status["members"]} == {2} and status["revision"] == 2
     wishes = {name: peers.assignment for name, peers in made.peers.items()}
