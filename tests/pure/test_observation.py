@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.core.messages import LoadView, RankLoad, VerifyBudget
 from cluster import exposition as exposed
+from cluster import watch_routes
 from cluster.exposition import exposition
 from cluster.observation import LOOK_INTERVAL_S, MAX_STALE_S, Observation, Observer
 from cluster.telemetry import DispatchCounters, FrontMetrics
@@ -196,6 +199,26 @@ async def test_the_scrape_says_how_true_confidences_are_and_what_it_costs_to_kno
     assert found["dspark:calibration_shift", "greedy", "1"] == -0.25
     assert found["dspark:calibration_error", "greedy", "0"] == 0.125
     assert ("dspark:calibration_error", "greedy", "1") not in found
+
+
+def test_the_dashboard_shows_what_a_group_tells_of_its_load() -> None:
+    """The rest of its queries are checked against a running cluster."""
+    panels = json.loads((watch_routes.FOLDER / "grafana.json").read_text(encoding="utf-8"))[
+        "panels"
+    ]
+    names = {name for name, *_ in exposed.GROUP_GAUGES}
+    shown = {t["expr"]: t["legendFormat"] for panel in panels for t in panel["targets"]}
+    shown = {query: legend for query, legend in shown.items() if query in names}
+    assert {"dspark:expert_imbalance", "dspark:worst_token_imbalance"} <= set(shown)
+    group = {key: 2 for _, _, key in (*exposed.GROUP_COUNTERS, *exposed.GROUP_GAUGES)}
+    seen = Observation(members=(TARGET,), stats={"target-0": rank_stats(group)})
+    labels = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(exposition(seen, "m"))
+        for sample in family.samples
+    }
+    for query, legend in shown.items():
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels[query]
 
 
 async def test_the_scrape_says_how_even_the_load_of_a_group_is() -> None:
