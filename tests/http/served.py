@@ -34,6 +34,7 @@ class ServeProcess:
             tempfile.mkdtemp(prefix="ds", dir="/tmp")
         )  # short: a limit on socket paths
         self.port = free_port()
+        self.proxy = ""  # of a test that tells them apart
         self.log = (home / "log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(self.port), *arguments],

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module", params=["haproxy", "python"])
 def served(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
     server = ServeProcess("tests.http.serve_process", request.param)
+    server.proxy = request.param
     yield server
     server.quit()
 
@@ -77,6 +78,25 @@ def test_errors_keep_their_shape_through_the_proxy(served):
     answer = httpx.post(f"{served.url}/chat/completions", json=body)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
     assert httpx.get(served.url.removesuffix("/v1") + "/health").json()["status"] == "ready"
+
+
+def test_while_no_replica_lives_a_client_gets_an_error_it_can_read_and_comes_again(served):
+    """Through HAProxy; Serve's own proxy knows nothing of OpenAI's errors."""
+    assert served.ask("kill") == "1"
+    answers: list[httpx.Response] = []
+
+    def serves() -> bool:
+        with suppress(httpx.TransportError):
+            answers.append(httpx.get(f"{served.url}/models", timeout=30))
+        return any(answer.status_code == 200 for answer in answers)
+
+    served.until(serves, 60)
+    refused = [answer for answer in answers if answer.status_code != 200]
+    if served.proxy == "python":
+        return
+    for answer in refused:
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
+        assert answer.json()["error"]["type"] == "service_unavailable"
 
 
 def test_shutdown_ends_open_streams_with_an_error_event(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -50,6 +51,26 @@ def test_the_starter_turns_splicing_off(monkeypatch):
     assert " -dS " in starter.read_text()
     version = subprocess.run([starter, "-v"], capture_output=True, text=True, check=True).stdout
     assert "HAProxy" in version
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(starter.parent))
+    remove_proxy_files()
+
+
+def test_the_starter_has_haproxy_say_in_openais_shape_that_nobody_answers(monkeypatch, tmp_path):
+    """Serve has written its own page before it starts HAProxy, and before each reload."""
+    environment = serve_environment(IngressConfig())
+    starter = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    page, config = tmp_path / "500.http", tmp_path / "haproxy.cfg"
+    page.write_text("HTTP/1.1 500 Internal Server Error\r\n\r\n")
+    config.write_text(
+        "defaults\n  mode http\n  timeout connect 1s\n  timeout client 1s\n  timeout server 1s\n"
+        f"  errorfile 502 {page}\n  errorfile 503 {page}\nlisten a\n  bind 127.0.0.1:1\n"
+    )
+    checked = subprocess.run([starter, "-c", "-f", config], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    head, _, body = page.read_bytes().decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 503 ") and "retry-after: 1" in head
+    assert f"content-length: {len(body)}" in head
+    assert json.loads(body)["error"]["code"] == "not_ready"
     monkeypatch.setenv("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(starter.parent))
     remove_proxy_files()
 
