@@ -50,6 +50,8 @@ def autoscaling(ingress: IngressConfig) -> Any:
     return AutoscalingConfig(
         min_replicas=limits.least,
         max_replicas=limits.most,
+        upscale_delay_s=0,  # beside our own Serve would wait ten minutes before it ends one
+        downscale_delay_s=0,
         metrics_interval_s=REPORT_S,
         look_back_period_s=AVERAGE_S,
         policy=AutoscalingPolicy(policy_function=IngressPolicy, policy_kwargs=asdict(limits)),
