@@ -33,12 +33,13 @@ ERROR_SMOOTHING = 0.95
 MIN_SERVED_STEPS = 16
 CALIBRATION_STEPS = 4  # their median says how much slower everything is than it was measured
 MAX_ERROR_LOG = 0.35  # mean prediction error above which the model is not to be searched over
+NOISE_SHARE = 0.01  # of a step in the noise of its like: slower than the error, so that a new regime is not noise
+MAX_NOISE_LOG = 0.7  # the same where served times are as far from their own mean
 RANK_STEP_LOG = 0.01  # how fast the factor of a single rank moves
 RANK_NOISE_LOG = 0.02  # a mean gap below this says nothing about one rank
-OWN_FIRST_LOG, OWN_STEP_LOG = (
-    0.25,
-    0.01,
-)  # how far a told time moves its rank's factor: at first, and later
+OWN_GAIN = (
+    0.05  # share of a told time's gap that moves its rank's factor; the first few count evenly
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class LockstepModel:
         self.num_steps = self.num_outliers = self.num_restarts = 0
         self._surprises = 0
         self._error_log = 0.0
+        self._mean_log = self._spread_log = 0.0  # of served times, and how far one lies from it
         self._first_gaps: list[float] = []
         self._rank_gap = np.zeros(num_ranks)
         self._num_own = np.zeros(num_ranks)  # steps of which each rank told its own time
@@ -90,8 +92,12 @@ class LockstepModel:
 
     @property
     def is_trusted(self) -> bool:
-        """False when measurement and prediction have parted; the group then falls back to each rank's own policy."""
-        return self.num_steps < MIN_SERVED_STEPS or self._error_log <= MAX_ERROR_LOG
+        """False when measurement and prediction have parted; the group then falls back to each rank's own policy.
+
+        Where times jump about, whatever the step, no prediction is near; it has then to be about as good as their mean.
+        """
+        allowed = max(MAX_ERROR_LOG, min(1.25 * self._spread_log, MAX_NOISE_LOG))
+        return self.num_steps < MIN_SERVED_STEPS or self._error_log <= allowed
 
     def measured(self, rank_scale: Float64, shared: SharedTime | None) -> None:
         """Curves are known, or have changed.
@@ -162,6 +168,7 @@ class LockstepModel:
             if self.num_steps > 1
             else min(abs(gap), OUTLIER_LOG)
         )
+        self._compare(float(np.log(served_s)))
         if abs(gap) > OUTLIER_LOG:
             self.num_outliers += 1
             self._surprises += 1
@@ -172,8 +179,19 @@ class LockstepModel:
             self._surprises = 0
         if self.tells_own:
             self._learn_apart(times, served_s, np.zeros(len(own)) if own_s is None else own_s)
+            if (
+                self.num_steps == CALIBRATION_STEPS
+            ):  # until now the factors were those of the profile
+                self._error_log, self._surprises = 0.0, 0
         else:
             self._learn(times, steps[slowest], slowest, total, gap)
+
+    def _compare(self, served_log: float) -> None:
+        """What the mean of served times would have foretold."""
+        share = max(NOISE_SHARE, 1.0 / self.num_steps)
+        away = served_log - self._mean_log if self.num_steps > 1 else 0.0
+        self._mean_log = served_log if self.num_steps == 1 else self._mean_log + share * away
+        self._spread_log += share * (min(abs(away), 2.0) - self._spread_log)
 
     def _start(self, served_s: float) -> None:
         """The first step gives the unit in which the known g becomes the first guess."""
@@ -220,8 +238,11 @@ class LockstepModel:
         is_told = np.isfinite(told) & (told > 0) & (times.base_tokens > 0)
         own = np.where(is_told, told, expected)
         self._num_own += is_told
-        limit = np.maximum(OWN_STEP_LOG, OWN_FIRST_LOG / np.maximum(self._num_own, 1))
-        self.rank_scale = self.rank_scale * np.exp(np.clip(np.log(own / expected), -limit, limit))
+        # A first time may be far off: the curve was measured when the machine did something else.
+        gain = np.maximum(OWN_GAIN, 1.0 / np.maximum(self._num_own, 1))
+        limit = np.where(self._num_own > CALIBRATION_STEPS, OUTLIER_LOG, np.inf)
+        gaps = np.clip(np.log(own / expected), -limit, limit)
+        self.rank_scale = self.rank_scale * np.exp(gain * gaps)
         total, drafting = int(times.base_tokens.sum()), float(times.offset_s.max())
         predicted = drafting + float(own.max() + times.shared(total))
         gap = float(np.clip(np.log(served_s / predicted), -OUTLIER_LOG, OUTLIER_LOG))

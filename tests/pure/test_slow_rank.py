@@ -108,6 +108,35 @@ def test_an_own_time_moves_its_rank_s_factor_and_no_other() -> None:
     assert (model.rank_scale == before).all(), "nobody told its own time"
 
 
+def test_a_profile_of_another_hour_is_forgotten_within_a_few_steps() -> None:
+    """Every change of policy begins with the profile: it may have been taken beside something else."""
+    model = LockstepModel(2)
+    model.measured(np.ones(2), SharedTime.none())
+    steps = [RankStep(curve([1, 9], [1.0, 2.0]), 0, 9)] * 2
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        own = np.array([8.0, 0.5]) * rng.lognormal(0.0, 0.1, 2)
+        model.fold(steps, float(own.max()), own.tolist())
+        assert model.is_trusted
+    assert model.rank_scale.tolist() == pytest.approx([4.0, 0.25], rel=0.1)
+
+
+@pytest.mark.parametrize(("noise", "is_trusted"), [(0.6, True), (1.5, False)])
+def test_times_that_jump_about_are_not_the_model_s_fault_within_bounds(
+    noise: float, is_trusted: bool
+) -> None:
+    model = LockstepModel(2)
+    model.measured(np.ones(2), SharedTime.none())
+    steps = [RankStep(curve([1, 9], [1.0, 2.0]), 0, 9)] * 2
+    rng, seen = np.random.default_rng(1), []
+    for _ in range(300):
+        own = np.full(2, 2.0 * np.exp(noise * rng.choice([-1.0, 1.0])))
+        model.fold(steps, float(own[0]), own.tolist())
+        seen.append(model.is_trusted)
+    assert (np.mean(seen[100:]) > 0.5) == is_trusted
+    assert set(seen[100:]) == {is_trusted}
+
+
 def test_all_wait_for_the_rank_whose_blocks_come_last() -> None:
     model = LockstepModel(2)
     model.measured(np.ones(2), SharedTime.none())
