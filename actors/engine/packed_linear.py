@@ -3,14 +3,11 @@
 On CPU, oneDNN multiplies from weights reordered at load (a quarter to a third faster at few rows; in fp32 up to twice),
 and applies SiLU, a product or a residual sum to the result while it is hot. In bf16 and in fp32 it gives a row the same
 bits whatever other rows are there, except that a lone row takes another path, which rounds one result in ten thousand
-differently (hence `min_rows`), and that with AMX a wide product sums otherwise from some number of rows on (hence
-`RowwiseLinear`).
+differently: hence `min_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Literal
 
 import torch
@@ -20,7 +17,6 @@ from torch.nn import functional as F
 from kernels import dispatch
 
 PACK_ROWS = 16  # rows the layout is chosen for; it serves any number
-PROBED_ROWS = (256, 128, 64, 32)
 
 Numerics = Literal["reproducible", "fast"]
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
@@ -86,60 +82,6 @@ class Linear:
         return F.linear(x, self._weight, self.bias)
 
 
-class RowwiseLinear(Linear):
-    """The same on a CPU, cut by rows where oneDNN would give many rows other bits than few."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self.max_rows = None
-        if self.is_packed:
-            threads = torch.get_num_threads()
-            self.max_rows = _max_rows(*weight.shape, weight.dtype, threads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
-        return self._by_rows(super().__call__, x)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the result."""
-        return self._by_rows(super().silu, x)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The result times `factor` [M, out]."""
-        return self._by_rows(super().times, x, factor)
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The result plus `residual` [M, out]; `residual` is left alone."""
-        return self._by_rows(super().plus, x, residual)
-
-    def _by_rows(self, product: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        num_rows = len(operands[0])
-        if self.max_rows is None or num_rows <= self.max_rows:
-            return product(*operands)
-        # Even parts: none is a lone row.
-        parts = (t.tensor_split(-(-num_rows // self.max_rows)) for t in operands)
-        return torch.cat([product(*part) for part in zip(*parts, strict=True)])
-
-
-@cache
-def _max_rows(out_features: int, in_features: int, dtype: torch.dtype, _threads: int) -> int | None:
-    """Return how many rows of a product of this shape get the bits that few rows get; None: no limit was found.
-
-    What oneDNN chooses depends on the shape, not on the numbers. The probe takes milliseconds, once a shape.
-    """
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (
-        torch.randn(size, generator=generator).to(dtype)
-        for size in ((out_features, in_features), (PROBED_ROWS[0], in_features))
-    )
-    product = Linear(weight)
-    few = torch.cat([product(part) for part in x.split(PACK_ROWS)])
-    for num_rows in PROBED_ROWS:
-        if torch.equal(product(x[:num_rows]), few[:num_rows]):
-            return None if num_rows == PROBED_ROWS[0] else num_rows
-    return PACK_ROWS
-
-
 class TiledLinear(Linear):
     """The same on a GPU, from tiles of one size summed in one order: a row's bits do not depend on the others."""
 
@@ -148,13 +90,6 @@ class TiledLinear(Linear):
         grouped = dispatch.chosen("grouped_linear", x.device.type)
         out: Tensor = grouped(x, counts, self._weight[None])
         return out if self.bias is None else out.add_(self.bias)
-
-
-def linear_for(device: torch.device, numerics: Numerics) -> type[Linear]:
-    """Return the kind of product whose rows do not depend on each other where `numerics` asks for that."""
-    if numerics == "fast":
-        return Linear
-    return TiledLinear if device.type == "cuda" else RowwiseLinear
 
 
 class GatedMlp:
