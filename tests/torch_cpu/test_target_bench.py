@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.core.own_profile import StepTimes
 from actors.engine import bench, bench_command, breakdown, round_bench, step_profile, target_engine
 from actors.engine.target_engine import load_engine
 from configs.schema import ClusterConfig
@@ -111,7 +112,7 @@ def test_rounds_are_measured_under_every_policy(tmp_path: Path, policy: str) -> 
         }
     )
     target = load_engine(config, tap_layer_ids=TAPS)
-    times = (np.array([1, 4, 12]), np.array([1, 1, 3]), np.array([0.001, 0.0011, 0.0014]))
+    times = StepTimes(np.array([1, 4, 12]), np.array([1, 1, 3]), np.array([0.001, 0.0011, 0.0014]))
     prompts = [np.arange(3, 20), np.array([5])]
     made = round_bench.Bench(config, target, real_drafter(3), times, prompts)
     found = made.measure(policy, 3, new_tokens=12)  # type: ignore[arg-type]
