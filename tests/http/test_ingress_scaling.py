@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,8 +39,10 @@ def test_streams_of_a_replica_that_ends_come_to_their_end(serve, proxy):
     served.ask("slow")
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         open_streams = [pool.submit(stream, served.url) for _ in range(NUM_STREAMS)]
-        served.until(lambda: "STOPPING" in served.ask("replicas"), 60)
+        served.until(lambda: "STOPPING" in served.ask("replicas"), 100)
+        time.sleep(12)  # beyond the grace that Serve gives by itself
         assert not any(each.done() for each in open_streams), "it ends while they run"
+        served.ask("fast")
         assert [each.result() for each in open_streams] == [(TEXT, "stop")] * NUM_STREAMS
     served.until(lambda: served.ask("replicas") == '["RUNNING"]', 30)
     assert all(json.loads(served.ask("streams")).values()), "both had some"

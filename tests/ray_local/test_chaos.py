@@ -68,7 +68,8 @@ def test_every_kind_of_fault_struck_and_no_stream_lost_a_token(
 def test_the_faults_had_their_effects(stormy: tuple[int, dict[str, Any]]) -> None:
     _, told = stormy
     assert told["evidence"]["clients_left"] > 0 and told["evidence"]["clock_jumps"] == 2
-    assert told["evidence"]["messages_dropped"] + told["evidence"]["messages_delayed"] > 0
+    evidence = told["evidence"]  # whoever was killed before it was asked has told nothing
+    assert evidence.get("messages_dropped", 0) + evidence.get("messages_delayed", 0) > 0
     killed = [kind for kind, about in KINDS.items() if about.action == "kill"]
     assert all(told["by_kind"][kind]["recovery_s"]["max"] > 0 for kind in killed)
 
