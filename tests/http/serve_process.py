@@ -3,8 +3,8 @@
 Serve reads its environment on import, so it cannot share a process with other tests. Arguments: the port, the proxy,
 and more settings of the ingress as JSON.
 
-Commands: `aborted` prints how many requests the rank was told to stop, `slow` has it take nine seconds a token and
-`fast` a tenth of one, `replicas` prints the states of the ingress replicas, `streams` the most streams each of them has
+Commands: `aborted` prints how many requests the rank was told to stop, `pause` has it stop after three tokens of each
+stream until `resume`; `replicas` prints the states of the ingress replicas, `streams` the most streams each of them has
 had, `decision` what was decided last of their number, these as JSON; `kill` ends them as a crash would, and prints how
 many; `quit` ends.
 """
@@ -82,8 +82,8 @@ def main(port: int, proxy: str, more: str = "{}") -> None:
         commands: dict[str, Callable[[], object]] = {
             "aborted": lambda: len({abort.request_id for abort in rank.aborted}),
             "kill": kill_replicas,
-            "slow": lambda: setattr(rank, "step_s", 9.0),
-            "fast": lambda: setattr(rank, "step_s", 0.1),
+            "pause": lambda: setattr(rank, "num_tokens_before_pause", 3),
+            "resume": lambda: setattr(rank, "num_tokens_before_pause", None),
             "replicas": lambda: json.dumps(replica_states()),
             "streams": lambda: json.dumps(ray.get(supervisor.noted.remote())[0]),
             "decision": lambda: json.dumps(ray.get(supervisor.noted.remote())[1]),

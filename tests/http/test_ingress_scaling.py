@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cluster.ingress_scaling import STOP_S
 from tests.http.harness import TEXT
 from tests.http.served import ServeProcess
 from tests.http.test_serve import stream
@@ -34,15 +35,17 @@ def serve() -> Iterator[Callable[..., ServeProcess]]:
 
 @pytest.mark.parametrize("proxy", ["haproxy", "python"])
 def test_streams_of_a_replica_that_ends_come_to_their_end(serve, proxy):
-    served = serve(proxy, initial_replicas=2, down_after_s=15, target_lag_ms=60_000)
+    settings = {"down_after_s": 10, "target_lag_ms": 60_000, "stall_timeout_s": 240}
+    served = serve(proxy, initial_replicas=2, **settings)
     served.until(lambda: served.ask("replicas") == '["RUNNING", "RUNNING"]', 30)
-    served.ask("slow")
+    served.ask("pause")
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         open_streams = [pool.submit(stream, served.url) for _ in range(NUM_STREAMS)]
-        served.until(lambda: "STOPPING" in served.ask("replicas"), 100)
-        time.sleep(12)  # beyond the grace that Serve gives by itself
-        assert not any(each.done() for each in open_streams), "it ends while they run"
-        served.ask("fast")
+        served.until(lambda: "STOPPING" in served.ask("replicas"), 60)
+        time.sleep(STOP_S + 2.0)  # longer than one has where their number is fixed
+        assert "STOPPING" in served.ask("replicas")
+        assert not any(each.done() for each in open_streams)
+        served.ask("resume")
         assert [each.result() for each in open_streams] == [(TEXT, "stop")] * NUM_STREAMS
     served.until(lambda: served.ask("replicas") == '["RUNNING"]', 30)
     assert all(json.loads(served.ask("streams")).values()), "both had some"
