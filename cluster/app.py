@@ -26,6 +26,7 @@ from cluster.jobs import IntakeLimits
 from cluster.live_stream import StreamLimits
 from cluster.model_files import text_files
 from cluster.model_share import localise
+from cluster.names import NAMESPACE, SUPERVISOR
 from cluster.observation import AskCluster
 from cluster.placement import MARK_AMOUNT
 from cluster.serve_proxy import IngressStartError, remove_proxy_files, serve_environment
@@ -41,7 +42,6 @@ __all__ = ["IngressStartError", "run_ingress", "serve_environment", "stop_ingres
 logger = logging.getLogger(__name__)
 
 APPLICATION = "dspark"
-SUPERVISOR, NAMESPACE = "supervisor", "dspark"
 READY_TIMEOUT_S, END_TIMEOUT_S, PUBLISH_S = 60.0, 5.0, 5.0
 MAX_ONGOING = 4096  # streams of one replica; ranks refuse long before
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from cluster.members import NAMESPACE, Members
+from cluster.members import Members
+from cluster.names import NAMESPACE, SUPERVISOR
 from cluster.parts import Parts
 from cluster.ray_session import RaySession
 from configs.schema import ClusterConfig
@@ -97,7 +98,7 @@ def find(parts: Parts) -> Found | None:
     import ray
 
     try:
-        supervisor: Any = ray.get_actor("supervisor", namespace=NAMESPACE)
+        supervisor: Any = ray.get_actor(SUPERVISOR, namespace=NAMESPACE)
     except ValueError:
         return None
     found = Found(supervisor, Members(parts, outlives=True))

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 from actors.core.ingress_scale import FrontDecision, FrontLimits, FrontLoad, IngressScaler
+from cluster.names import NAMESPACE, SUPERVISOR
 from configs.ingress import IngressConfig
 
-SUPERVISOR, NAMESPACE = "supervisor", "dspark"
 LOOK_S = 1.0  # Serve asks ten times as often
 REPORT_S, AVERAGE_S = 2.0, 6.0  # how often a replica reports, and over how long Serve averages
 DRAIN_MARGIN_S = 30.0

@@ -18,7 +18,8 @@ from ray.exceptions import RayError
 
 from cluster.app import IngressStartError
 from cluster.deployment import Deployment, find
-from cluster.members import NAMESPACE, PLACEMENT_TIMEOUT_S, Members, NoRoomError, survive
+from cluster.members import PLACEMENT_TIMEOUT_S, Members, NoRoomError, survive
+from cluster.names import NAMESPACE, SUPERVISOR
 from cluster.parts import ModelNotFoundError, Parts
 from cluster.placement import plan_placement
 from cluster.ray_session import RaySession, RaySessionError, log_folder
@@ -195,7 +196,7 @@ def shutdown() -> None:
 
 def _require_nothing_deployed() -> None:
     try:
-        ray.get_actor("supervisor", namespace=NAMESPACE)
+        ray.get_actor(SUPERVISOR, namespace=NAMESPACE)
     except ValueError:
         return
     raise LaunchError(

@@ -27,6 +27,7 @@ from actors.link import Membership, Role
 from actors.peers import Seat
 from actors.target import TargetActor
 from cluster.model_share import SOURCE, ModelSource, source_name
+from cluster.names import NAMESPACE
 from cluster.parts import Parts
 from cluster.placement import MARK_AMOUNT, Placement, Slot, no_room, thread_environment
 from cluster.supervisor import HANG_AFTER_S, Supervisor
@@ -34,7 +35,6 @@ from configs.schema import ClusterConfig
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "dspark"
 PLACEMENT_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 

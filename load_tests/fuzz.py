@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from load_tests.fuzz_requests import Attempt, attempts
-from load_tests.soak import baseline_problems
+from load_tests.soak import baseline_problems, health_of
 
 SHOWN_PROBLEMS = 20
 LAWFUL_ENDS = ("request_timeout", "shutting_down")
@@ -215,7 +215,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     finding = await fuzz(url, arguments.requests, arguments.seed, parallel=arguments.parallel)
     elapsed_s = time.monotonic() - started
     async with httpx.AsyncClient(timeout=60.0) as client:
-        left = await baseline_problems(client, f"{url}/health")
+        left = await baseline_problems(client, health_of(url))
     return {
         "ok": not finding.problems and not left,
         "requests": sum(finding.made.values()),

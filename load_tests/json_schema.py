@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 from tqdm import tqdm
 
 from load_tests.prompts import NOUNS, TOPICS
-from load_tests.soak import baseline_problems
+from load_tests.soak import baseline_problems, health_of
 from load_tests.sse import BrokenStreamError, EventReader, StreamRecord
 
 MAX_TOKENS = 800
@@ -204,7 +204,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     bar.update()
 
             await asyncio.gather(*(work() for _ in range(arguments.streams)))
-        health = arguments.url.removesuffix("/").removesuffix("/v1") + "/health"
+        health = health_of(arguments.url)
         try:
             left = await baseline_problems(client, health)
         except httpx.HTTPError as error:  # what was found all the same is told

@@ -131,6 +131,11 @@ async def keep_streaming(
             outcome.num_changed += 1
 
 
+def health_of(endpoint: str) -> str:
+    """Where the server of this endpoint (`…/v1`, or without it) says how it is."""
+    return endpoint.removesuffix("/").removesuffix("/v1") + "/health"
+
+
 async def baseline_problems(client: httpx.AsyncClient, health_url: str) -> list[str]:
     """What is not back at its baseline once the server had time to settle."""
     deadline = time.monotonic() + SETTLE_S
@@ -178,8 +183,7 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
             await asyncio.gather(*users)
             bar.cancel()
             elapsed_s = time.monotonic() - started
-            health_url = arguments.url.removesuffix("/").removesuffix("/v1") + "/health"
-            problems = await baseline_problems(client, health_url)
+            problems = await baseline_problems(client, health_of(arguments.url))
     found = report(outcome, problems, elapsed_s)
     if disturbances:
         found["disturbances"] = dict(Counter(disturbances))

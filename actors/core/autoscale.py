@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from actors.core.held import milliseconds, since
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # after a start that failed
 
 
@@ -72,7 +74,7 @@ class Autoscaler:
         parked = [unit for unit in units if unit.state == "parked"]
         is_changing = any(unit.state == "changing" for unit in units)
         is_short = len(serving) < limits.min_units and bool(parked)
-        self._short_since = _since(self._short_since, is_short, now)
+        self._short_since = since(self._short_since, is_short, now)
         # One that is away may be back in a moment, or be gone for good.
         patience_s = limits.up_after_s if is_changing else 0.0
         if self._short_since is not None and now - self._short_since >= patience_s:
@@ -89,9 +91,9 @@ class Autoscaler:
             float("inf") if u.tpot_with_fewer_s is None else u.tpot_with_fewer_s for u in serving
         )
         spare = len(serving) > limits.min_units and fewer_s < limits.park_share * target_s
-        self._slow_since = _since(self._slow_since, fastest_s > target_s, now)
-        self._spare_since = _since(self._spare_since, spare, now)
-        told = f"a token takes {_ms(fastest_s)}, the target is {_ms(target_s)}"
+        self._slow_since = since(self._slow_since, fastest_s > target_s, now)
+        self._spare_since = since(self._spare_since, spare, now)
+        told = f"a token takes {milliseconds(fastest_s)}, the target is {milliseconds(target_s)}"
         if self._changed_at is not None and now - self._changed_at < limits.cooldown_s:
             return ScaleDecision("keep", f"{told}; the last change was a moment ago")
         if self._slow_since is not None and now - self._slow_since >= limits.up_after_s:
@@ -103,7 +105,9 @@ class Autoscaler:
         if self._spare_since is not None and now - self._spare_since >= limits.down_after_s:
             # The last of the emptiest: numbers stay dense, and few streams must move.
             unit = min(reversed(serving), key=lambda unit: unit.num_streams)
-            return self._change("park", unit, f"{told}; with one fewer {_ms(fewer_s)}", now)
+            return self._change(
+                "park", unit, f"{told}; with one fewer {milliseconds(fewer_s)}", now
+            )
         return ScaleDecision("keep", told)
 
     def look_away(self) -> None:
@@ -142,14 +146,3 @@ class StartPauses:
     def holds(self, what: Hashable, now: float) -> bool:
         """Whether it must not be tried yet."""
         return what in self._failed and now < self._failed[what][1]
-
-
-def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """Since when it has held without a break."""
-    if not holds:
-        return None
-    return now if before is None else before
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"

@@ -37,9 +37,7 @@ NOISE_SHARE = 0.01  # of a step in the noise of its like: slower than the error,
 MAX_NOISE_LOG = 0.7  # the same where served times are as far from their own mean
 RANK_STEP_LOG = 0.01  # how fast the factor of a single rank moves
 RANK_NOISE_LOG = 0.02  # a mean gap below this says nothing about one rank
-OWN_GAIN = (
-    0.05  # share of a told time's gap that moves its rank's factor; the first few count evenly
-)
+OWN_GAIN = 0.05  # of a told time's gap, moves its rank's factor; the first few count evenly
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class LockstepModel:
     """
 
     def __init__(self, num_ranks: int, shared: SharedTime | None = None) -> None:
-        """`shared`: what is known of g (`split_profiles`); None means that the curves hold all there is."""
+        """`shared`: what is known of g (`group_times.split_profiles`); None means that the curves hold all there is."""
         assert num_ranks > 0
         knots: Float64 = 4.0 ** np.arange(2, 10, dtype=np.float64)
         self._knots = knots
@@ -179,18 +177,18 @@ class LockstepModel:
             self._surprises = 0
         if self.tells_own:
             self._learn_apart(times, served_s, np.zeros(len(own)) if own_s is None else own_s)
-            if (
-                self.num_steps == CALIBRATION_STEPS
-            ):  # until now the factors were those of the profile
+            # Until now the factors were those of the profile.
+            if self.num_steps == CALIBRATION_STEPS:
                 self._error_log, self._surprises = 0.0, 0
         else:
             self._learn(times, steps[slowest], slowest, total, gap)
 
     def _compare(self, served_log: float) -> None:
         """What the mean of served times would have foretold."""
-        share = max(NOISE_SHARE, 1.0 / self.num_steps)
-        away = served_log - self._mean_log if self.num_steps > 1 else 0.0
-        self._mean_log = served_log if self.num_steps == 1 else self._mean_log + share * away
+        if self.num_steps == 1:
+            self._mean_log = served_log
+        share, away = max(NOISE_SHARE, 1.0 / self.num_steps), served_log - self._mean_log
+        self._mean_log += share * away
         self._spread_log += share * (min(abs(away), 2.0) - self._spread_log)
 
     def _start(self, served_s: float) -> None:

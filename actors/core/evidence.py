@@ -83,6 +83,14 @@ def sums_of(logits: Float64, seen: Mask, accepted: Mask) -> Float64:
     return np.array(sums, np.float64).reshape(3, gamma, NUM_BINS)
 
 
+def told_of(predicted: Float64, seen: Mask, accepted: Mask) -> tuple[Float64, Float64]:
+    """Labels less predictions, and p (1 - p), each summed over the slots seen, [N]."""
+    return (
+        np.where(seen, accepted - predicted, 0.0).sum(axis=1),
+        np.where(seen, predicted * (1 - predicted), 0.0).sum(axis=1),
+    )
+
+
 def _slopes(logits: Float64, seen: Float64, accepted: Float64) -> tuple[Float64, Float64]:
     """First and negated second derivative [gamma] of the log likelihood of the labels that were seen."""
     p = to_probability(logits)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.core.held import milliseconds, since
+
 FULL_SHARE = 0.95  # a loop that is busier than that does not keep up
 IDLE_SHARE = 0.01  # what less busy loops say of w is noise
 
@@ -79,14 +81,14 @@ class IngressScaler:
             return FrontDecision(bounded, f"{len(loads)} of {num_wanted} replicas are known of")
         lag_s, busy = _lag_s(loads), sum(load.busy_share for load in loads) / num_wanted
         told = (
-            f"a token waits {_ms(lag_s)} in the front, {_ms(limits.target_lag_s)} are allowed; "
+            f"a token waits {milliseconds(lag_s)} in the front, {milliseconds(limits.target_lag_s)} are allowed; "
             f"event loops are busy {busy:.0%}"
         )
         is_slow, is_busy = lag_s > limits.target_lag_s, busy >= limits.busy_share
         fewer_s = foretold_lag_s(loads, num_wanted - 1) if num_wanted > limits.least else None
         is_spare = fewer_s is not None and fewer_s < limits.spare_share * limits.target_lag_s
-        self._slow_since = _since(self._slow_since, is_slow and is_busy, now)
-        self._spare_since = _since(self._spare_since, is_spare and not is_slow, now)
+        self._slow_since = since(self._slow_since, is_slow and is_busy, now)
+        self._spare_since = since(self._spare_since, is_spare and not is_slow, now)
         if is_slow and not is_busy:
             return FrontDecision(num_wanted, f"{told}: the machine is short of cores")
         if is_slow and num_wanted == limits.most:
@@ -96,7 +98,7 @@ class IngressScaler:
         if self._spare_since is not None and now - self._spare_since >= limits.down_after_s:
             assert fewer_s is not None
             return self._change(
-                num_wanted - 1, f"{told}; with one fewer it would be {_ms(fewer_s)}"
+                num_wanted - 1, f"{told}; with one fewer it would be {milliseconds(fewer_s)}"
             )
         return FrontDecision(num_wanted, told)
 
@@ -116,14 +118,3 @@ def _lag_s(loads: Sequence[FrontLoad]) -> float:
     """What the token of an open stream waits, on average; without streams nobody waits."""
     streams = sum(load.num_streams for load in loads)
     return sum(load.lag_s * load.num_streams for load in loads) / streams if streams else 0.0
-
-
-def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """Since when it has held without a break."""
-    if not holds:
-        return None
-    return now if before is None else before
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"

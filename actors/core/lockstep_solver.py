@@ -48,7 +48,7 @@ class JointSolver:
         """
         Args:
             groups: names of the ranks of each group.
-            shared: what is known of g (`cost.split_profiles`); it is learned in any case.
+            shared: what is known of g (`group_times.split_profiles`); it is learned in any case.
             prices: weigh requests by class; reports then say the class of each row.
             explores: now and then let one rank verify less or more than planned, so that the model can learn.
             is_lockstep: the ranks of a group wait for each other, and number their steps alike. Otherwise they only

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.age_shifts import AgeShifts
-from actors.core.evidence import Evidence, sums_of, to_logits, to_probability
+from actors.core.evidence import Evidence, sums_of, to_logits, to_probability, told_of
 from actors.core.reliability import Reliability
 from actors.core.stream_shifts import StreamShifts
 from actors.core.traffic_change import Look, TrafficChange
@@ -123,7 +123,7 @@ class OnlineCalibration:
         position = np.arange(self.gamma)
         seen = position < np.minimum(rounds.num_accepted + 1, rounds.verify_len)[:, None]
         accepted = position < rounds.num_accepted[:, None]
-        self.streams.learn(rounds.streams, *_told(used, seen, accepted))
+        self.streams.learn(rounds.streams, *told_of(used, seen, accepted))
         self._new.append(_Seen(logits, aged, seen, accepted, rounds.streams, ages))
         self._until_look -= count
         if self._until_look > 0:
@@ -138,8 +138,8 @@ class OnlineCalibration:
         )
         self._new.clear()
         labels, count = sums_of(aged, seen, accepted), len(aged)
-        told = _told(to_probability(aged + self._reference), seen, accepted)
-        self.ages.learn(ages, *_told(to_probability(aged + self.shifts), seen, accepted))
+        told = told_of(to_probability(aged + self._reference), seen, accepted)
+        self.ages.learn(ages, *told_of(to_probability(aged + self.shifts), seen, accepted))
         look = Look.of(streams, *told, _features(logits), self._known, labels)
         for evidence, memory in ((self._evidence, MEMORY_ROUNDS), (self._long, REFERENCE_ROUNDS)):
             evidence.add(count, labels, float(np.exp(-count / memory)))
@@ -167,14 +167,6 @@ class _Seen(NamedTuple):
     accepted: Mask  # [N, gamma]
     streams: Keys  # [N]
     ages: Float64  # [N]
-
-
-def _told(predicted: Float64, seen: Mask, accepted: Mask) -> tuple[Float64, Float64]:
-    """Labels less predictions, and p (1 - p), each summed over the slots seen, [N]."""
-    return (
-        np.where(seen, accepted - predicted, 0.0).sum(axis=1),
-        np.where(seen, predicted * (1 - predicted), 0.0).sum(axis=1),
-    )
 
 
 def _features(logits: Float64) -> Float64:

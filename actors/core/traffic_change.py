@@ -28,13 +28,9 @@ MAX_LOOKS = 32  # a change is looked for among the rounds since so many looks
 WARM_UP_LOOKS = 8  # before anything is held against predictions
 STREAM_SPREAD = 0.35  # standard deviation of a stream's shift around the others, in logits
 CHANGE_SPREAD = 0.35  # of what a change shifts, in logits
-USUAL_VARIANCE, USUAL_STREAMS = (
-    0.1,
-    8.0,
-)  # of mean features of streams, and how many streams that is worth
-ALIKE = (
-    2.0  # rounds of a stream that tell as much of its mean as one would if they were independent
-)
+# Of mean features of streams, and how many streams that is worth.
+USUAL_VARIANCE, USUAL_STREAMS = 0.1, 8.0
+ALIKE = 2.0  # rounds of a stream tell as much of its mean as one would, were they independent
 TELLING_ROUNDS = 8  # of a stream, before its mean says how much streams differ
 MOST_CERTAIN = 300.0  # logarithm of a ratio: more is of no use to anybody
 MIN_STREAMS = 4  # so many tell how much streams differ among themselves
@@ -93,9 +89,8 @@ class FeatureLaw:
     """What streams' mean features are like: their mean, how much they differ, and how much rounds do in one stream."""
 
     def __init__(self, num_features: int) -> None:
-        self._between = np.zeros(
-            (2, num_features)
-        )  # squared distances of streams' means, of so many rounds
+        # Squared distances of streams' means, of so many rounds.
+        self._between = np.zeros((2, num_features))
         self._within = np.zeros((2, num_features))  # of rounds from these means, degrees of freedom
         self.restart()
 

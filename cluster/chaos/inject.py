@@ -20,7 +20,7 @@ from cluster.chaos.history import History
 from cluster.chaos.load import Load
 from cluster.chaos.plan import KINDS, Action, Fault
 from cluster.chaos.view import ClusterView
-from cluster.members import NAMESPACE
+from cluster.names import NAMESPACE
 
 RECOVERS_WITHIN_S = 180.0
 CHECK_EVERY_S = 0.1

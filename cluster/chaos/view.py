@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from cluster.members import NAMESPACE
+from cluster.names import NAMESPACE, SUPERVISOR
 
 LOOK_EVERY_S = 0.4
 FRESH_S = 2.5  # a status older than this shows no victim
@@ -34,7 +34,7 @@ class ClusterView:
     def __init__(self, endpoint: str) -> None:
         self._health = endpoint.removesuffix("/v1") + "/health"
         self._models = f"{endpoint}/models"
-        self._supervisor: Any = ray.get_actor("supervisor", namespace=NAMESPACE)
+        self._supervisor: Any = ray.get_actor(SUPERVISOR, namespace=NAMESPACE)
         self._members: dict[str, dict[str, Any]] = {}
         self._is_settled = False
         self._ours: dict[int, tuple[psutil.Process, str]] = {}  # by pid, with their titles

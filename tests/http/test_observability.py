@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import watch_routes
-from cluster.exposition import GROUP_GAUGES
+from cluster.exposition_tables import GROUP_GAUGES
 from tests.http.browser import MISSING, Browser
 from tests.http.served import ServeProcess
 from tests.http.test_whole_cluster import read, read_all, requests

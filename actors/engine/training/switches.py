@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.calibration import ece, ece_floor
-from actors.core.evidence import to_logits, to_probability
+from actors.core.evidence import to_logits, to_probability, told_of
 from actors.core.online_calibration import OnlineCalibration, Rounds
 from actors.core.stream_shifts import StreamShifts
 from actors.engine.training.replay import Blocks
@@ -96,11 +96,7 @@ def forecast(calibration: OnlineCalibration, answers: Sequence[Walk]) -> tuple[F
         keys = np.array(alive, np.uint64)
         used = to_probability(to_logits(confidences) + frozen.shifts + frozen.beyond(keys)[:, None])
         seen, accepted = position <= num_accepted, position < num_accepted
-        frozen.streams.learn(
-            keys,
-            np.where(seen, accepted - used, 0.0).sum(axis=1),
-            np.where(seen, used * (1 - used), 0.0).sum(axis=1),
-        )
+        frozen.streams.learn(keys, *told_of(used, seen, accepted))
         survivals.append(used.cumprod(axis=1))
         labels.append(accepted)
     return np.concatenate(survivals), np.concatenate(labels)
