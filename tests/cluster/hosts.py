@@ -240,6 +240,8 @@ def missing() -> str:
     """Why there cannot be hosts on this machine; empty when there can."""
     if os.geteuid() != 0:
         return "not root: network namespaces cannot be made"
+    if Path(__file__).resolve().is_relative_to("/tmp"):
+        return "this copy of the repository lies in /tmp, and the hosts have a /tmp of their own; put it elsewhere"
     for tool, package in (
         ("ip", "iproute2"), ("/usr/sbin/sshd", "openssh-server"), ("ssh", "openssh-client"),
         ("rsync", "rsync"), ("unshare", "util-linux"),
