@@ -177,9 +177,6 @@ class LockstepModel:
             self._surprises = 0
         if self.tells_own:
             self._learn_apart(times, served_s, np.zeros(len(own)) if own_s is None else own_s)
-            # Until now the factors were those of the profile.
-            if self.num_steps == CALIBRATION_STEPS:
-                self._error_log, self._surprises = 0.0, 0
         else:
             self._learn(times, steps[slowest], slowest, total, gap)
 

@@ -130,3 +130,16 @@ def test_limits_follow_the_places_and_replicas_there_are_and_what_was_used_stays
     for _ in range(30):
         account.take_request(0.0)
     assert refused(account.take_request, 0.0).code == "rate_limit_exceeded"
+
+
+def test_other_limits_give_back_no_request_that_was_made():
+    keys = [{"name": "a", "sha256": digest("k"), "requests_per_minute": 60}]
+    config = ClusterConfig.model_validate({"ingress": {"api_keys": keys}})
+    ring = KeyRing(key_limits(config))
+    account = ring.account("Bearer k")
+    for _ in range(45):
+        account.take_request(0.0)
+    ring.adopt(key_limits(config, num_replicas=2))  # 30 a minute, and 15 are left
+    for _ in range(15):
+        account.take_request(0.0)
+    assert refused(account.take_request, 0.0).code == "rate_limit_exceeded"

@@ -61,6 +61,18 @@ def test_a_loop_that_is_late_but_not_busy_lacks_a_core_not_a_replica() -> None:
     assert decision.num_replicas == 1 and decision.why.endswith("short of cores")
 
 
+def test_what_holds_for_a_lack_of_cores_is_not_counted_against_replicas() -> None:
+    """Neither towards one more, once the loop is busy too, nor towards one fewer, once its lateness is gone."""
+    scaler = IngressScaler(LIMITS)
+    after(scaler, [FrontLoad(0.2, 0.3, 9)], 0, 50)
+    assert scaler.decide([SLOW], 1, 51).num_replicas == 1
+    late = [FrontLoad(0.3, 0.03, 10), *[FrontLoad(0.01, 0.0, 0)] * 3]
+    assert foretold_lag_s(late, 3) < LIMITS.spare_share * LIMITS.target_lag_s
+    scaler = IngressScaler(LIMITS)
+    after(scaler, late, 0, 100)
+    assert scaler.decide([IDLE] * 4, 4, 101).num_replicas == 4
+
+
 def test_a_moment_of_relief_begins_the_wait_anew() -> None:
     scaler = IngressScaler(LIMITS)
     after(scaler, [SLOW], 0, 4)
