@@ -75,8 +75,8 @@ def bench_overhead(arguments: argparse.Namespace) -> int:
     streams, tokens = arguments.streams, arguments.tokens or TOKENS
     config = _config(load(arguments.config, arguments.set), streams)
     repeats = arguments.repeats or REPEATS
-    seen = machine.load(machine.BUSY_SAMPLE_S)
-    warning = machine.refuse_other_load(seen, machine.facts()["cores"], force=arguments.force)
+    cores = machine.facts()["cores"]
+    warning = machine.refuse_other_load(machine.watch(cores), cores, force=arguments.force)
     if warning:
         note(f"WARNING: {warning}")
     with opened(config) as cluster:

@@ -13,9 +13,19 @@ BFLOAT16_FLAGS = ({"avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"})
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 is the faster format on this CPU; False where the flags cannot be read."""
+    flags = _flags()
+    return any(needed <= flags for needed in BFLOAT16_FLAGS)
+
+
+@functools.cache
+def has_tile_products() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles (AMX), where oneDNN sums few rows otherwise than many."""
+    return "amx_bf16" in _flags()
+
+
+def _flags() -> set[str]:
     try:
         lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return False
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
-    return any(needed <= flags for needed in BFLOAT16_FLAGS)
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())

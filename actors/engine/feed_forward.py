@@ -147,7 +147,7 @@ class FeedForwards:
         if self._device.type == "cuda":
             gates, ups, downs = zip(*map(weights, held), strict=True)
             return ExpertStacks(torch.stack(gates), torch.stack(ups), torch.stack(downs))
-        made = [kept.get(index) or GatedMlp(*weights(index)) for index in held]
+        made = [kept.get(index) or GatedMlp(*weights(index), make=self._make) for index in held]
         return ExpertList(made, self._min_rows)
 
     def bank(

@@ -3,20 +3,25 @@
 On CPU, oneDNN multiplies from weights reordered at load (a quarter to a third faster at few rows; in fp32 up to twice),
 and applies SiLU, a product or a residual sum to the result while it is hot. In bf16 and in fp32 it gives a row the same
 bits whatever other rows are there, except that a lone row takes another path, which rounds one result in ten thousand
-differently: hence `min_rows`.
+differently: hence `min_rows`. In bf16 on a CPU with AMX few rows are summed in another order than many: hence
+`BlockLinear`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from configs.machine import has_tile_products
 from kernels import dispatch
 
 PACK_ROWS = 16  # rows the layout is chosen for; it serves any number
+# Up to 36 rows were seen to be summed otherwise than 64 and more; above MAX_BLOCK_ROWS nobody looked.
+BLOCK_ROWS, MAX_BLOCK_ROWS = 64, 256
 
 Numerics = Literal["reproducible", "fast"]
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
@@ -82,6 +87,37 @@ class Linear:
         return F.linear(x, self._weight, self.bias)
 
 
+class BlockLinear(Linear):
+    """The same on a CPU with AMX: products of 64 to 256 rows, a multiple of 64, the last ones filled with zeros."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        return _in_blocks(super().__call__, x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the result."""
+        return _in_blocks(super().silu, x)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The result times `factor` [M, out]."""
+        return _in_blocks(super().times, x, factor)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The result plus `residual` [M, out]; `residual` is left alone."""
+        return _in_blocks(super().plus, x, residual)
+
+
+def _in_blocks(product: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    num_rows = len(operands[0])
+    missing = -num_rows % BLOCK_ROWS
+    if missing:
+        operands = tuple(F.pad(operand, (0, 0, 0, missing)) for operand in operands)
+    if num_rows <= MAX_BLOCK_ROWS:
+        return product(*operands)[:num_rows]
+    parts = zip(*(operand.split(MAX_BLOCK_ROWS) for operand in operands), strict=True)
+    return torch.cat([product(*part) for part in parts])[:num_rows]
+
+
 class TiledLinear(Linear):
     """The same on a GPU, from tiles of one size summed in one order: a row's bits do not depend on the others."""
 
@@ -90,6 +126,15 @@ class TiledLinear(Linear):
         grouped = dispatch.chosen("grouped_linear", x.device.type)
         out: Tensor = grouped(x, counts, self._weight[None])
         return out if self.bias is None else out.add_(self.bias)
+
+
+def linear_for(device: torch.device, dtype: torch.dtype, numerics: Numerics) -> type[Linear]:
+    """The product whose rows do not depend on each other where `numerics` asks for that."""
+    if numerics == "fast":
+        return Linear
+    if device.type == "cuda":
+        return TiledLinear
+    return BlockLinear if dtype == torch.bfloat16 and has_tile_products() else Linear
 
 
 class GatedMlp:

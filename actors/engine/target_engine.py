@@ -19,6 +19,7 @@ from actors.engine.expert_group import ExpertGroup
 from actors.engine.feed_forward import sharding_of
 from actors.engine.grammars import GrammarDesk, tokenizer_file
 from actors.engine.graphs import CudaGraphRecorder
+from actors.engine.packed_linear import BlockLinear, linear_for
 from actors.engine.paged_step import PagedForward
 from actors.engine.rebalance import Rebalancer
 from actors.engine.row_invariance import rows_are_invariant
@@ -292,5 +293,8 @@ def identity(model_dir: Path, config: ClusterConfig) -> str:
     facts: tuple[object, ...] = (config.model.dtype, name, config.model.numerics, target.block_size)
     if target.group_size > 1:
         facts += (target.group_size, target.dispatch, "loaded alike")
+    device, dtype = torch.device(config.model.device), DTYPES[config.model.dtype]
+    if linear_for(device, dtype, config.model.numerics) is BlockLinear:
+        facts += ("in blocks",)
     digest.update(f"{facts} {torch.get_num_threads()}".encode())
     return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.engine.checkpoint import ModelConfig
 from actors.engine.experts import ExpertBank, MoeLayer
 from actors.engine.feed_forward import FeedForwards, Ids
-from actors.engine.packed_linear import GatedMlp, Linear, Numerics, TiledLinear, min_rows
+from actors.engine.packed_linear import GatedMlp, Linear, Numerics, linear_for, min_rows
 from actors.engine.rotary import pair_halves, rotation_table
 from actors.engine.sharded_experts import ExpertSharding, ShardedMoeLayer
 from actors.engine.tensor_names import check_tensors
@@ -73,9 +73,7 @@ class TargetModel:
         check_tensors(tensors, config)
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
         self.sharding = sharding
-        # What a GPU needs for rows that do not depend on each other; oneDNN gives it on a CPU.
-        is_tiled = device.type == "cuda" and numerics == "reproducible"
-        self._linear = TiledLinear if is_tiled else Linear
+        self._linear = linear_for(device, dtype, numerics)
         self._feed_forwards = FeedForwards(config, device, numerics, self._linear, sharding)
         source = ModelTensors(tensors, dtype, device)
         table = (config.vocab_size, config.hidden_size)

@@ -64,8 +64,7 @@ def bench_frontier(arguments: argparse.Namespace) -> int:
     run = Run(setup, ledger)
     if num_kept < len(cells):
         cores = machine.facts()["cores"]
-        seen = machine.load(machine.BUSY_SAMPLE_S)
-        warning = machine.refuse_other_load(seen, cores, force=arguments.force)
+        warning = machine.refuse_other_load(machine.watch(cores), cores, force=arguments.force)
         if warning:
             note(f"WARNING: {warning}")
             run.warnings.append(warning)

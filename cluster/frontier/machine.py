@@ -9,10 +9,11 @@ from typing import Any
 
 import psutil
 
-from cluster.console import CommandError
+from cluster.console import CommandError, note
 
 CPUINFO = Path("/proc/cpuinfo")
 BUSY_SAMPLE_S = 2.0  # before the first cell
+LONG_SAMPLE_S = 15.0  # where the load average tells of work that may be over
 CELL_SAMPLE_S = 0.3  # before each other
 MOST_LOAD = 0.5  # of the cores: above, somebody else is at work
 MOST_IDLE_BUSY = 0.35  # of the cores, while our own cluster waits
@@ -53,6 +54,17 @@ def load(sample_s: float) -> dict[str, float]:
     return {"busy_cores": round(busy, 2), "load_average": round(os.getloadavg()[0], 2)}
 
 
+def watch(cores: int) -> dict[str, float]:
+    """`load` before the first cell: longer where the last minute was busy, perhaps with a measurement of our own."""
+    seen = load(BUSY_SAMPLE_S)
+    if seen["busy_cores"] <= MOST_LOAD * cores < seen["load_average"]:
+        note(
+            f"the last minute was busy; looking for {LONG_SAMPLE_S:g} s whether anything still runs"
+        )
+        seen = load(LONG_SAMPLE_S)
+    return seen
+
+
 def is_disturbed(before: dict[str, float], cores: int) -> bool:
     """Whether more ran before a cell than an idle cluster of ours. The load average would count our own last cell."""
     return before["busy_cores"] > MOST_IDLE_BUSY * cores
@@ -64,8 +76,7 @@ def refuse_other_load(seen: dict[str, float], cores: int, *, force: bool) -> str
     Raises:
         CommandError: something else runs.
     """
-    worst = max(seen["busy_cores"], seen["load_average"])
-    if worst <= MOST_LOAD * cores:
+    if seen["busy_cores"] <= MOST_LOAD * cores:
         return ""
     text = (
         f"something else runs on this machine ({seen['busy_cores']:g} of {cores} cores busy, load average "

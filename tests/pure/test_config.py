@@ -295,3 +295,17 @@ def test_a_machine_that_tells_nothing_computes_in_float32(
     machine.multiplies_bfloat16.cache_clear()
     assert not machine.multiplies_bfloat16()
     machine.multiplies_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_tiles"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)]
+)
+def test_tile_products_are_read_from_the_flags(
+    flags: str, has_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor: 0\nflags : {flags}\n")
+    monkeypatch.setattr(machine, "CPUINFO", cpuinfo)
+    machine.has_tile_products.cache_clear()
+    assert machine.has_tile_products() == has_tiles
+    machine.has_tile_products.cache_clear()

