@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
 
-# Turns a thread spins between two operations before it sleeps (some tens of microseconds). Sleeping at once
-# (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; spinning on takes the cores the drafter computes on.
-OMP_SPIN_COUNT = 10_000
+# Turns a thread spins between two operations before it sleeps (some tenths of a millisecond). Sleeping at once
+# (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; a tenth of these turns is over before Python has begun the next
+# operation: served, 12 % fewer tokens/s without speculation and 21 % fewer with it (medians over 1, 4 and 16 streams
+# of two cores). Spinning on takes the cores the drafter computes on.
+OMP_SPIN_COUNT = 100_000
 MARK_AMOUNT = 0.001  # of a resource that only says which machines are meant
 
 
