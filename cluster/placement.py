@@ -9,8 +9,8 @@ from configs.schema import ClusterConfig
 
 # Turns a thread spins between two operations before it sleeps (some tenths of a millisecond). Sleeping at once
 # (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step; a tenth of these turns is over before Python has begun the next
-# operation: served, 12 % fewer tokens/s without speculation and 21 % fewer with it (medians over 1, 4 and 16 streams
-# of two cores). Spinning on takes the cores the drafter computes on.
+# operation: there, served, 100,000 gave 7 to 14 % more tokens/s without speculation and 10 to 27 % more with it (1, 4, 16
+# streams, two cores). Spinning on takes the cores the drafter computes on.
 OMP_SPIN_COUNT = 100_000
 MARK_AMOUNT = 0.001  # of a resource that only says which machines are meant
 
