@@ -28,6 +28,7 @@ from load_tests.sse import BrokenStreamError, EventReader, StreamRecord
 
 MAX_TOKENS = 800
 SHOWN_PROBLEMS = 20
+MOST_RETRIES = 5
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -130,6 +131,7 @@ class Finding:
     invalid: Counter[str] = field(default_factory=Counter)
     cut: int = 0  # ended by the limit of tokens
     failed: int = 0  # no whole answer
+    retried: int = 0  # refused for now, asked again
     completion_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0
@@ -172,12 +174,36 @@ def problem_with(schema: str, text: str) -> str:
     return "; ".join(error.message for error in checker.iter_errors(value))
 
 
-async def answered(client: httpx.AsyncClient, model: str, ask: Ask) -> StreamRecord:
-    """The whole answer to one request. Raises BrokenStreamError where there is none."""
+async def answered(
+    client: httpx.AsyncClient, model: str, ask: Ask, finding: Finding
+) -> StreamRecord:
+    """The whole answer to one request, asked again when the server says so. Raises BrokenStreamError: there is none."""
+    for _ in range(MOST_RETRIES):
+        try:
+            return await _streamed(client, model, ask)
+        except RefusedForNowError as refusal:
+            finding.retried += 1
+            await asyncio.sleep(refusal.after_s)
+    return await _streamed(client, model, ask)
+
+
+class RefusedForNowError(BrokenStreamError):
+    """Refused before the first token, with word of when to come again."""
+
+    def __init__(self, text: str, after_s: float) -> None:
+        super().__init__(text)
+        self.after_s = after_s
+
+
+async def _streamed(client: httpx.AsyncClient, model: str, ask: Ask) -> StreamRecord:
     record, reader = StreamRecord(ask.schema, time.monotonic()), EventReader()
     async with client.stream("POST", "/chat/completions", json=ask.body(model)) as response:
         if response.status_code != httpx.codes.OK:
-            raise BrokenStreamError(f"{response.status_code} {(await response.aread())[:300]!r}")
+            text = f"{response.status_code} {(await response.aread())[:300]!r}"
+            after = response.headers.get("retry-after")
+            if response.status_code in (429, 503) and after is not None:
+                raise RefusedForNowError(text, float(after))
+            raise BrokenStreamError(text)
         async for data in response.aiter_bytes():
             for event in reader.feed(data):
                 record.take(event, time.monotonic())
@@ -197,7 +223,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             async def work() -> None:
                 for ask in waiting:
                     try:
-                        finding.take(ask, await answered(client, model, ask))
+                        finding.take(ask, await answered(client, model, ask, finding))
                     except (BrokenStreamError, httpx.HTTPError) as error:
                         finding.failed += 1
                         finding.problems.append(f"{type(error).__name__} {error}: {ask}")
@@ -220,6 +246,7 @@ def report(finding: Finding, left: list[str], seconds: float) -> dict[str, Any]:
         "invalid": finding.invalid.total(),
         "cut": finding.cut,
         "failed": finding.failed,
+        "retried": finding.retried,
         "by_schema": {
             name: {"valid": finding.valid[name], "invalid": finding.invalid[name]}
             for name in SCHEMAS

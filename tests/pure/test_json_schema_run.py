@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from load_tests.json_schema import SCHEMAS, Finding, asks, problem_with, report
-from load_tests.sse import StreamRecord
+from load_tests.json_schema import (
+    MOST_RETRIES,
+    SCHEMAS,
+    Finding,
+    answered,
+    asks,
+    problem_with,
+    report,
+)
+from load_tests.sse import BrokenStreamError, StreamRecord
 
 VALID: dict[str, Any] = {
     "fields": {"name": "a", "age": 7, "is_member": True, "score": -0.5},
@@ -80,3 +90,41 @@ def test_one_invalid_or_unfinished_answer_or_a_run_without_speculation_fails() -
     plain = Finding()
     plain.take(ASK, answer(json.dumps(VALID["fields"]), accepted=0, rejected=0))
     assert not report(plain, [], 1.0)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("num_refusals", "headers", "is_answered"),
+    [
+        (0, {}, True),
+        (MOST_RETRIES, {"retry-after": "0"}, True),
+        (MOST_RETRIES + 1, {"retry-after": "0"}, False),
+        (1, {}, False),  # nobody says when to come again
+    ],
+)
+def test_who_is_refused_for_now_asks_again_a_few_times(
+    num_refusals: int, headers: dict[str, str], is_answered: bool
+) -> None:
+    seen = 0
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        nonlocal seen
+        seen += 1
+        if seen <= num_refusals:
+            return httpx.Response(503, headers=headers, json={"error": {"code": "not_ready"}})
+        chunk = {"choices": [{"index": 0, "delta": {"content": "{}"}, "finish_reason": "stop"}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+        events = [json.dumps(chunk), json.dumps(usage), "[DONE]"]
+        return httpx.Response(200, text="".join(f"data: {event}\n\n" for event in events))
+
+    async def ask(finding: Finding) -> StreamRecord:
+        transport = httpx.MockTransport(respond)
+        async with httpx.AsyncClient(transport=transport, base_url="http://s/v1") as client:
+            return await answered(client, "m", ASK, finding)
+
+    finding = Finding()
+    if is_answered:
+        assert asyncio.run(ask(finding)).finish_reason == "stop"
+        assert finding.retried == num_refusals
+    else:
+        with pytest.raises(BrokenStreamError, match="503"):
+            asyncio.run(ask(finding))
