@@ -9,8 +9,8 @@ from configs.schema import ClusterConfig
 
 # Turns a thread spins between two operations before it sleeps (some tenths of a millisecond). Sleeping at once
 # (OMP_WAIT_POLICY=PASSIVE) takes 1.7 times as long a step. A tenth of these turns is over before Python has begun the
-# next operation: served on two cores, these gave 7 to 14 % more tokens/s without speculation and 10 to 27 % more with it
-# (1, 4, 16 streams). Spinning on takes the cores the drafter computes on.
+# next operation: served on two cores, these gave 7 to 14 % more tokens/s without speculation and 10 to 27 % more with
+# it (1, 4, 16 streams). Spinning on takes the cores the drafter computes on.
 OMP_SPIN_COUNT = 100_000
 MARK_AMOUNT = 0.001  # of a resource that only says which machines are meant
 
