@@ -86,9 +86,15 @@ class ConfidenceTables:
 
     def confidences(self, logits: Tensor, sampling: DraftSampling) -> Tensor:
         """Return calibrated conditional confidences [N, gamma] for confidence logits [N, gamma]."""
-        table = self.chosen(sampling)
-        bent = ((logits[..., None] - self._knots[table]).relu() * self._bends[table]).sum(-1)
-        return torch.sigmoid((logits + self._shifts[table]) / self._temperatures[table] + bent)
+        return self._curves(logits, self.chosen(sampling))
+
+    def of_slot(self, slot: int, logits: Tensor, table: Tensor) -> Tensor:
+        """Return calibrated confidences [N] of one slot for logits [N], by the `chosen` tables [N]."""
+        return self._curves(logits, (table, slot))
+
+    def _curves(self, logits: Tensor, at: Tensor | tuple[Tensor, int]) -> Tensor:
+        bent = ((logits[..., None] - self._knots[at]).relu() * self._bends[at]).sum(-1)
+        return torch.sigmoid((logits + self._shifts[at]) / self._temperatures[at] + bent)
 
 
 def read_tables(drafter_dir: Path, target_dir: Path, block_size: int) -> ConfidenceTables:
