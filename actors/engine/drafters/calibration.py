@@ -71,11 +71,20 @@ class ConfidenceTables:
 
     def fitting(self, gamma: int, device: torch.device) -> ConfidenceTables:
         """Return these tables for the first `gamma` slots, on `device`."""
+        return self._of_slots(torch.arange(gamma), device)
+
+    def reaching(self, gamma: int) -> ConfidenceTables:
+        """Return these tables for `gamma` slots; those beyond what was fitted are like the last one."""
+        slots = torch.arange(gamma).clamp(max=self._shifts.shape[1] - 1)
+        return self._of_slots(slots, self._shifts.device)
+
+    def _of_slots(self, slots: Tensor, device: torch.device) -> ConfidenceTables:
         made = object.__new__(ConfidenceTables)
         made.num_refused = self.num_refused
         made._rules, made._at = self._rules.to(device), self._at.to(device)
         for name in ("_shifts", "_temperatures", "_knots", "_bends"):
-            setattr(made, name, getattr(self, name)[:, :gamma].to(device))
+            values = getattr(self, name)
+            setattr(made, name, values[:, slots.to(values.device)].to(device))
         return made
 
     def chosen(self, sampling: DraftSampling) -> Tensor:
