@@ -82,7 +82,7 @@ class OnlineCalibration:
         self.expect(explore_share)
         self._looks_per_alarm = looks_per_alarm
         self._learns = learns
-        self._num_known = gamma if num_known is None else num_known
+        self._num_known = gamma if num_known is None else min(gamma, num_known)
         self.restart()
 
     def expect(self, explore_share: float) -> None:

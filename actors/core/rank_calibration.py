@@ -66,7 +66,7 @@ class RankCalibration:
         stops: bool = False,
     ) -> None:
         looks, learns = config.looks_per_alarm, config.online
-        known = min(gamma, LEAST_DRAFTED) if stops else gamma
+        known = LEAST_DRAFTED if stops else None
         self.by_rule = {
             rule: OnlineCalibration(gamma, 1.0, looks, learns, known) for rule in RULE_NAMES
         }
