@@ -53,7 +53,7 @@ class Stopping(LocalPlanner):
             # What the last step's decision rested on.
             facts = StepFacts(rows.step, old.survivals, old.caps, old.step, old.survivals, 0, 0)
             price = self.policy().choose(facts)
-        explored = ((np.array(rows.requests, np.int64) + rows.step) % 3 == 0) & rows.has_draft
+        explored = ((2 * np.array(rows.requests, np.int64) + rows.step) % 3 == 0) & rows.has_draft
         stops = np.where(explored, 0.0, self.stops(price, rows))
         goes_on = np.logical_and.accumulate(rows.survivals >= stops[:, None], axis=1)
         drafted_len = goes_on.sum(axis=1).astype(np.int32)
@@ -92,7 +92,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_blocks_that_stop_at_an_old_price_keep_the_joint_law(name: str) -> None:
     planner = Stopping(POLICIES[name], CURVE)
-    both = [streams(21, 2, "plain", 4), streams(22, 2, "plain", 3)]
+    both = [streams(21, 2, "plain", 5), streams(22, 2, "plain", 4)]
     assert law_error(planner, both, EVENTS) < 1e-9
     assert planner.num_seen > 0
     assert (planner.num_stopped > 0) == (name in ("lagged", "static_threshold"))

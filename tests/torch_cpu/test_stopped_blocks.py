@@ -293,6 +293,7 @@ MUTANTS = {
         "        block.draft_lens[rows] += 1\n",
         "        ahead = survival * slots.confidences(rows, min(slot + 1, gamma - 1), previous)\n"
         "        gone = rows[ahead < stops[rows]]\n"
+        "        block.draft_lens[rows[ahead >= stops[rows]]] += 1\n"
         "        block.draft_token_ids[gone, slot] = anchor_ids[gone]\n"
         "        block.q_ids[gone, slot] = -1\n"
         "        block.q_ids[gone, slot, 0] = anchor_ids[gone]\n"
