@@ -242,7 +242,7 @@ def _concatenate(batches: Sequence[CommitBatch]) -> CommitBatch:
     np.cumsum(lengths, out=cu_feature_len[1:])
     arrays = (
         *("generations", "committed_lens", "anchor_token_ids", "wants_block", "first_positions"),
-        *("token_ids", "features", "verify_lens"),
+        *("token_ids", "features", "verify_lens", "min_survivals"),
     )
     sampling = [b.sampling for b in batches]
     return CommitBatch(

@@ -37,6 +37,7 @@ def limits_of(spec: TargetSpec, config: ClusterConfig) -> RankLimits:
         max_batch_tokens=config.target.max_batch_tokens,
         gamma=gamma_of(config),
         max_wait_s=config.drafter.max_wait_ms / 1000,
+        stop_share=config.drafter.stop_share,
         explain_rounds=config.policy.explain_rounds,
         max_step_stretch=config.target.max_step_stretch,
         prefix_cache=config.target.prefix_cache,
@@ -77,7 +78,8 @@ def decider_of(rank: Endpoint, config: ClusterConfig, policy: LocalPolicy) -> Ti
 
 def calibration_of(config: ClusterConfig) -> RankCalibration:
     """What learns how true the drafter's confidences are."""
-    return RankCalibration(gamma_of(config), config.calibration, config.policy.name)
+    stops = config.drafter.stop_share > 0
+    return RankCalibration(gamma_of(config), config.calibration, config.policy.name, stops=stops)
 
 
 def policy_of(policy: PolicyConfig, times: RankTimes | None = None) -> LocalPolicy:

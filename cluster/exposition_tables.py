@@ -9,6 +9,7 @@ RANK_COUNTERS = (
     ("dspark:prefill_tokens", "Prompt tokens computed.", "num_prefill_tokens"),
     ("dspark:late_rounds", "Rounds whose block came too late, or not at all.", "num_late"),
     ("dspark:unasked_rounds", "Rounds without a block, as drafting did not pay.", "num_unasked"),
+    ("dspark:undrafted_tokens", "Slots of blocks not worth drafting.", "num_undrafted"),
     ("dspark:draft_pauses", "Times drafting was paused, as it did not pay.", "num_draft_pauses"),
     ("dspark:rank_finished_requests", "Requests that met a stop condition.", "num_finished"),
     ("dspark:rank_aborted_requests", "Requests ended from outside.", "num_aborted"),

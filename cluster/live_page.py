@@ -132,6 +132,7 @@ def why(each: dict[str, Any], step: dict[str, Any]) -> str:
         "length": "The answer may not grow further than that.",
         "blocks": "Its KV blocks had no room for more, and none were free.",
         "policy_length": f"The policy verifies at most {length} tokens of a request.",
+        "undrafted": f"The drafter stopped after {length}: what follows was not worth drafting.",
         "unasked": "No block was asked for: at this load drafting does not pay.",
         "late": "Its block came too late.",
         "fallback": "There was no block for it.",

@@ -30,6 +30,7 @@ ON_RESTART: dict[str, frozenset[Restarted]] = {
     "drafter.gamma": _RANKS | _DRAFTERS,
     "drafter.draft_top_k": _RANKS | _DRAFTERS,  # ranks measure their steps with it
     "drafter.max_wait_ms": _RANKS,
+    "drafter.stop_share": _RANKS,
     "policy.explain_rounds": _RANKS,
     # The supervisor reads them anew all the time.
     **{f"autoscale.{name}": frozenset() for name in AutoscaleConfig.model_fields},

@@ -78,6 +78,13 @@ class DrafterConfig(Section):
         ge=0,
         description="Longest a rank waits for a proposal before it runs a plain step, in milliseconds.",
     )
+    stop_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="Share of the price below which the survival of a slot ends its block: it and what follows is not "
+        "drafted; 0 = always whole blocks.",
+    )
 
 
 class LinkConfig(Section):

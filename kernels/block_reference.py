@@ -47,6 +47,16 @@ class DraftSampling(NamedTuple):
             any_truncated=bool(((batch.top_p < 1.0) | (batch.top_k > 0)).any()),
         )
 
+    def rows(self, chosen: Tensor) -> DraftSampling:
+        """Of these of the requests [n]. What holds for all of them holds for any."""
+        return self._replace(
+            temperature=self.temperature[chosen],
+            top_p=self.top_p[chosen],
+            top_k=self.top_k[chosen],
+            noise_key=self.noise_key[chosen],
+            rule=self.rule[chosen],
+        )
+
 
 class BlockSample(NamedTuple):
     draft_token_ids: Tensor  # [N, gamma] int64, the target's ids

@@ -34,6 +34,7 @@ def commit_batch(rank: Endpoint, num_rows: int, num_requests: int = 2) -> Commit
         features=np.arange(num_rows * 600, dtype=np.uint16).reshape(num_rows, 600),
         verify_lens=ones,
         sampling=SamplingBatch.of([SamplingParams(seed=i) for i in range(num_requests)]),
+        min_survivals=np.zeros(num_requests, np.float32),
     )
 
 

@@ -28,6 +28,7 @@ class RankLimits:
     max_batch_tokens: int
     gamma: int = 0  # 0: no speculation
     max_wait_s: float = 0.25  # for a proposal
+    stop_share: float = 0.0  # of the price below which a slot is not drafted; 0: whole blocks
     reservation_ttl_s: float = 10.0
     explain_rounds: int = 0  # kept a request; 0: only of those that ask
     max_step_stretch: float = 2.5  # by prefill, of a step with rounds

@@ -1,4 +1,4 @@
-"""Whom a rank asks for a block: while drafting pays, all that can use one."""
+"""Whom a rank asks for a block: while drafting pays, all that can use one; and how far it is worth drafting."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from actors.core.admission import RankLimits
 from actors.core.batching import num_prefill_left
+from actors.core.draft_stop import Asked, stop_survivals
 from actors.core.prefill_pace import PrefillPace
+from actors.core.rank_calibration import RankCalibration
 from actors.core.rank_counters import RankCounters
 from actors.core.request import Request
-from actors.core.row_table import Mask, RowTable, Slots
-from actors.core.verify_decision import DraftFacts, VerifyDecider
+from actors.core.row_table import RowTable, Slots
+from actors.core.verify_decision import DraftFacts, VerifyChoice, VerifyDecider
 
 
 def choose_drafting(
@@ -19,18 +22,28 @@ def choose_drafting(
     table: RowTable,
     askable: Slots,
     prefilling: Sequence[Request],
-    max_batch_tokens: int,
+    limits: RankLimits,
     pace: PrefillPace,
     decider: VerifyDecider,
     counters: RankCounters,
-) -> Mask:
-    """Which slots [S] of the `askable` ones are asked for a block for the next step."""
-    asked: Mask = np.zeros(table.num_slots, np.bool_)
+    calibration: RankCalibration,
+    last: VerifyChoice,
+) -> Asked:
+    """What is asked of the `askable` slots; `last` is how the step before was decided."""
+    asked = Asked.whole(np.zeros(table.num_slots, np.bool_))
     if len(askable):
-        facts = draft_facts(step, table, len(askable), prefilling, max_batch_tokens, pace)
+        most = limits.max_batch_tokens
+        facts = draft_facts(step, table, len(askable), prefilling, most, pace)
         choice = decider.choose_drafting(facts)
-        asked[askable] = choice.asks
+        asked.asks[askable] = choice.asks
         counters.count_drafting(choice)
+        if limits.stop_share:
+            ahead, class_ids = decider.ahead(step, last), table.class_id[askable]
+            stops = stop_survivals(ahead, limits.stop_share, class_ids)
+            # What will be verified whatever it is worth is drafted so far too.
+            needs = decider.forced(class_ids, limits.gamma) > 0
+            needs |= calibration.foretell(table, askable)
+            asked.min_survivals[askable] = np.where(needs, 0.0, stops)
     return asked
 
 

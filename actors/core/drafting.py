@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.draft_feed import feed_of
+from actors.core.draft_stop import Asked
 from actors.core.layout import StepPlan
 from actors.core.messages import CloseDraft, CommitBatch, Endpoint, Message, ProposalBatch
 from actors.core.prefix_cache import Features, PrefixCache
@@ -169,12 +170,16 @@ class DraftExchange:
 
     def _well_formed(self, batch: ProposalBatch) -> bool:
         count, gamma = len(batch.request_ids), self._table.gamma
-        tokens, conf = batch.draft_token_ids, batch.confidences
+        tokens, conf, lens = batch.draft_token_ids, batch.confidences, batch.draft_lens
         return (
             tokens.shape == conf.shape == (count, gamma)
             and batch.q_ids.shape == batch.q_probs.shape
             and batch.q_ids.shape[:2] == (count, gamma)
             and len(batch.generations) == len(batch.committed_lens) == count
+            and (
+                lens is None
+                or (lens.shape == (count,) and bool(((lens >= 0) & (lens <= gamma)).all()))
+            )
             and bool(((tokens >= 0) & (tokens < self._vocab_size)).all())
             and bool(((conf >= 0) & (conf <= 1)).all())  # NaN is neither
         )
@@ -214,7 +219,7 @@ class DraftExchange:
         features: Features | None,
         rows: Sequence[Request],
         num_kept: Int32,
-        asked: Mask,
+        asked: Asked,
         now: float,
     ) -> list[tuple[Endpoint, Message]]:
         """Tell the drafters what the step committed, and ask for the next blocks.
@@ -222,7 +227,7 @@ class DraftExchange:
         Args:
             num_kept: [R] leading tokens of each plan row that are committed now: the whole chunk of a prefill row, the
                 anchor and the accepted draft tokens of a round, 0 for a row no drafter hears of (any more).
-            asked: [S] slots that shall get a block. The others are fed too, so that their contexts stay whole.
+            asked: who shall get a block, and how far it is drafted. The others are fed too: their contexts stay whole.
         """
         table = self._table
         for row in np.flatnonzero(num_kept).tolist():
@@ -246,7 +251,8 @@ class DraftExchange:
                 generations=table.generation[own],
                 committed_lens=feed.committed_lens,
                 anchor_token_ids=feed.anchor_token_ids,
-                wants_block=self._ask(own, feed.is_whole, asked, now),
+                wants_block=self._ask(own, feed.is_whole, asked.asks, now),
+                min_survivals=asked.min_survivals[own],
                 first_positions=feed.first_positions,
                 cu_feature_len=feed.cu_feature_len,
                 token_ids=feed.token_ids,
@@ -258,10 +264,10 @@ class DraftExchange:
         self._has_fed |= bool(out)
         return out
 
-    def _ask(self, slots: Slots, is_whole: Mask, asked: Mask, now: float) -> Mask:
+    def _ask(self, slots: Slots, is_whole: Mask, asks: Mask, now: float) -> Mask:
         """Note who is asked for a block, and who past the prompt is not although one could be drafted."""
         table = self._table
-        wants: Mask = asked[slots] & is_whole
+        wants: Mask = asks[slots] & is_whole
         table.wants_draft[slots] = table.is_due[slots] = wants
         table.is_unasked[slots] = table.is_running[slots] & is_whole & ~wants
         table.asked_at[slots] = now

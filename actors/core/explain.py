@@ -88,7 +88,7 @@ class RequestLog:
                 max_draft_tokens=choice.max_draft_tokens,
                 rule=choice.rule,
                 num_requests=len(decision.request_ids),
-                num_proposed=decision.survivals.shape[1] if decision.has_draft[row] else 0,
+                num_proposed=int(decision.proposed_len[row]),
                 num_scheduled=int(decision.verify_len[row]),
                 num_accepted=num_accepted,
                 num_committed=num_committed,

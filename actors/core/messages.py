@@ -71,7 +71,7 @@ class ProposalBatch:
     """Draft blocks of several requests (N of them), from the drafter with the endpoint name `drafter`.
 
     `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
-    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there."""
+    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there, as do slots nobody drafted."""
 
     drafter: str
     request_ids: tuple[str, ...]
@@ -82,6 +82,7 @@ class ProposalBatch:
     q_ids: Int32  # [N, gamma, draft_top_k]
     q_probs: Float32  # [N, gamma, draft_top_k]
     draft_time_s: float
+    draft_lens: Int32 | None = None  # [N] slots drafted; behind them confidence 0. None: all
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,8 @@ class CommitBatch:
     """What one step committed for the requests of one drafter, and which of them want a block next.
 
     `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns rows
-    `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`. A
-    request not seen yet is opened; where rows are missing in between, the context starts anew behind them. Rows of
-    earlier steps may come first: those of a cached prefix, or of a request whose drafter is new.
+    `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`.
+    Rows of earlier steps may come first (a cached prefix, a new drafter). A gap starts the context anew behind it.
     """
 
     rank: Endpoint
@@ -136,6 +136,9 @@ class CommitBatch:
     features: npt.NDArray[np.uint16] | Float32  # [sum, num_taps * hidden]; uint16: bits of bfloat16
     verify_lens: Int32  # [N] draft tokens this step verified
     sampling: SamplingBatch  # N rows
+    min_survivals: (
+        Float32  # [N] a block may end where its survival falls below (`draft_stop`); 0: it is whole
+    )
     traceparents: tuple[tuple[str, str], ...] = ()  # (traced request, span of its round)
 
 

@@ -73,13 +73,16 @@ class OnlineCalibration:
         explore_share: float = 1.0,
         looks_per_alarm: float = CalibrationConfig().looks_per_alarm,
         learns: bool = True,
+        num_known: int | None = None,
     ) -> None:
+        """`num_known`: first slots whose confidence every block has, whatever it is worth; None: all."""
         self.gamma = gamma
         self.num_alarms = 0
         self.num_rounds = 0
         self.expect(explore_share)
         self._looks_per_alarm = looks_per_alarm
         self._learns = learns
+        self._num_known = gamma if num_known is None else min(gamma, num_known)
         self.restart()
 
     def expect(self, explore_share: float) -> None:
@@ -94,7 +97,7 @@ class OnlineCalibration:
         self.reliability = Reliability.zero(gamma)
         self._evidence, self._long = Evidence(gamma), Evidence(gamma)
         self._reference: Float64 = np.zeros(gamma)
-        self._change = TrafficChange(min(gamma, 2), self._looks_per_alarm)
+        self._change = TrafficChange(min(self._num_known, 2), self._looks_per_alarm)
         self._known = self._change.known(0.0, self._long.variance)
         self._new: list[_Seen] = []
         self._until_look = LOOK_ROUNDS
@@ -140,7 +143,7 @@ class OnlineCalibration:
         labels, count = sums_of(aged, seen, accepted), len(aged)
         told = told_of(to_probability(aged + self._reference), seen, accepted)
         self.ages.learn(ages, *told_of(to_probability(aged + self.shifts), seen, accepted))
-        look = Look.of(streams, *told, _features(logits), self._known, labels)
+        look = Look.of(streams, *told, _features(logits[:, : self._num_known]), self._known, labels)
         for evidence, memory in ((self._evidence, MEMORY_ROUNDS), (self._long, REFERENCE_ROUNDS)):
             evidence.add(count, labels, float(np.exp(-count / memory)))
         num_changed = self._change.add(look)

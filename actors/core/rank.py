@@ -236,8 +236,8 @@ class Rank:
         # Drafters first: the next step may have to wait for them.
         kept = commit.num_kept
         asked = choose_drafting(
-            self._step, book.table, book.drafts.askable(flight.rows, kept), book.prefilling,
-            self.limits.max_batch_tokens, self.pace, self.decider, self.counters,
+            self._step, book.table, book.drafts.askable(flight.rows, kept), book.prefilling, self.limits,
+            self.pace, self.decider, self.counters, self.calibration, flight.decision.choice,
         )  # fmt: skip
         # Of them what is over first: a preempted request may have been opened again.
         out = book.drafts.flush()

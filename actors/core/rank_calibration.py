@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from actors.core.draft_stop import LEAST_DRAFTED
 from actors.core.evidence import to_logits, to_probability
 from actors.core.online_calibration import Keys, OnlineCalibration, Rounds
+from actors.core.row_table import RowTable, Slots
 from actors.core.sampling import PURPOSE_EXPLORE, RULE_COUPLED, RULE_GREEDY, RULE_REJECTION, uniform
 from configs.calibration import CalibrationConfig
 
@@ -47,6 +49,7 @@ class RankCalibration:
 
     Args:
         policy: its name; only one that trims by survival leaves anything to explore.
+        stops: whether drafters may stop within a block.
 
     Attributes:
         by_rule: by acceptance rule.
@@ -54,9 +57,19 @@ class RankCalibration:
         num_explored_tokens: draft tokens verified beyond it.
     """
 
-    def __init__(self, gamma: int, config: CalibrationConfig = OFF, policy: str = "none") -> None:
+    def __init__(
+        self,
+        gamma: int,
+        config: CalibrationConfig = OFF,
+        policy: str = "none",
+        *,
+        stops: bool = False,
+    ) -> None:
         looks, learns = config.looks_per_alarm, config.online
-        self.by_rule = {rule: OnlineCalibration(gamma, 1.0, looks, learns) for rule in RULE_NAMES}
+        known = LEAST_DRAFTED if stops else None
+        self.by_rule = {
+            rule: OnlineCalibration(gamma, 1.0, looks, learns, known) for rule in RULE_NAMES
+        }
         self.num_explored = self.num_explored_tokens = 0
         self._config = config
         self.follow(policy)
@@ -92,6 +105,11 @@ class RankCalibration:
             return drafted.confidences
         return to_probability(to_logits(drafted.confidences) + shifts).astype(np.float32)
 
+    def foretell(self, table: RowTable, slots: Slots) -> Mask:
+        """Which slots [n] `explore` will choose for their next round if there is room, known before it has a block."""
+        drawn = self._drawn(table.stream_key[slots], table.committed_len[slots])
+        return drawn & ~table.has_rules[slots]
+
     def explore(self, drafted: Drafted, committed_len: Int32, caps: Int32, room: int) -> Mask:
         """Rounds [R] to be verified whole, as many as there is room for.
 
@@ -99,12 +117,15 @@ class RankCalibration:
             committed_len: [R] when the round begins; tells the rounds of a request apart.
             caps: [R] draft tokens a row can use.
         """
-        if not self._share:
-            return np.zeros(len(caps), np.bool_)
-        drawn = uniform(drafted.streams, committed_len, PURPOSE_EXPLORE) < self._share
-        chosen = drawn & drafted.teaches
+        chosen = self._drawn(drafted.streams, committed_len) & drafted.teaches
         fits: Mask = chosen & (np.cumsum(np.where(chosen, caps, 0)) <= room)
         return fits
+
+    def _drawn(self, streams: Keys, committed_len: Int32) -> Mask:
+        if not self._share:
+            return np.zeros(len(streams), np.bool_)
+        drawn: Mask = uniform(streams, committed_len, PURPOSE_EXPLORE) < self._share
+        return drawn
 
     def learn(
         self,

@@ -24,6 +24,7 @@ class RankCounters:
     num_prefill_tokens: int = 0
     num_late: int = 0  # rounds without a draft although one was asked for
     num_unasked: int = 0  # rounds for which none was asked, because drafting did not pay
+    num_undrafted: int = 0  # slots of blocks that were not worth drafting
     num_draft_pauses: int = 0
     num_draft_probes: int = 0  # tries, during a pause, whether it would pay again
     num_finished: int = 0
@@ -51,4 +52,5 @@ class RankCounters:
         self.num_prefill_tokens += flight.num_prefill_tokens
         self.num_finished += len(commit.ended) - commit.num_failed
         self.num_failed += commit.num_failed
+        self.num_undrafted += commit.num_undrafted
         self.acceptance.add(commit.acceptance)

@@ -38,13 +38,16 @@ def decide_rounds(
         table.stream_key[rounds],
         has_draft & ~table.has_rules[rounds],
     )
+    drafted_len = table.drafted_len[rounds]
+    is_drafted = np.arange(limits.gamma) < drafted_len[:, None]
+    believed = np.where(is_drafted, calibration.adjust(drafted), np.float32(0.0))
     explored = calibration.explore(drafted, table.committed_len[rounds], caps, room)
     decision = decide_with_explored(
         decider,
         explored,
         step=step,
         request_ids=tuple(request_at(table, slot).request_id for slot in rounds.tolist()),
-        survivals=survivals(calibration.adjust(drafted), has_draft),
+        survivals=survivals(believed, has_draft),
         caps=caps,
         has_draft=has_draft,
         room=room,
@@ -54,7 +57,23 @@ def decide_rounds(
         class_ids=table.class_id[rounds],
         is_late=table.wants_draft[rounds],
     )
-    return replace(decision, lacks_blocks=fitting < longest), drafted
+    decision = replace(decision, lacks_blocks=fitting < longest)
+    return within_drafted(decision, drafted_len), drafted
+
+
+def within_drafted(decision: StepDecision, drafted_len: Int32) -> StepDecision:
+    """Let no row verify further than it was drafted, `drafted_len` [R].
+
+    Only now: what a budget has left for the others, and what is set aside for explored rows, may not depend on where
+    somebody's block stops, which its own tokens have a say in (C3).
+    """
+    planned = decision.planned_len
+    return replace(
+        decision,
+        verify_len=np.minimum(decision.verify_len, drafted_len),
+        planned_len=None if planned is None else np.minimum(planned, drafted_len),
+        drafted_len=drafted_len,
+    )
 
 
 def decide_with_explored(

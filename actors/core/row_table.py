@@ -68,6 +68,7 @@ class RowTable:
         self.has_draft: Mask = np.zeros(num_slots, np.bool_)
         self.draft_token_ids = np.zeros((num_slots, gamma), np.int32)
         self.confidences = np.zeros((num_slots, gamma), np.float32)  # as the drafter gave them
+        self.drafted_len = np.zeros(num_slots, np.int32)  # slots of it that were drafted
         self.q_ids = np.full((num_slots, gamma, 1), -1, np.int32)  # [S, gamma, draft_top_k]
         self.q_probs = np.zeros((num_slots, gamma, 1), np.float32)
 
@@ -143,6 +144,7 @@ class RowTable:
             self._widen_support(support)
         self.draft_token_ids[slots] = batch.draft_token_ids[rows]
         self.confidences[slots] = batch.confidences[rows]
+        self.drafted_len[slots] = self.gamma if batch.draft_lens is None else batch.draft_lens[rows]
         self.q_ids[slots, :, :support] = batch.q_ids[rows]
         self.q_probs[slots, :, :support] = batch.q_probs[rows]
         self.q_ids[slots, :, support:] = -1

@@ -109,14 +109,17 @@ class ClassAllocation:
         """The most draft tokens each row may verify, [R]."""
         return np.array([c.longest(gamma) for c in self.classes], np.int32)[class_ids]
 
+    def least(self, class_ids: Ids, gamma: int) -> Int32:
+        """The draft tokens each row verifies whatever they are worth, [R]."""
+        return np.array([min(c.min_verify_len, gamma) for c in self.classes], np.int32)[class_ids]
+
     def widen(
         self, choice: VerifyChoice, has_draft: Mask, class_ids: Ids, gamma: int
     ) -> VerifyChoice:
         """The choice with room for what is forced, which a plan without classes has not counted."""
         if choice.class_weights:
             return choice
-        least = np.array([min(c.min_verify_len, gamma) for c in self.classes])[class_ids]
-        forced = int(least[has_draft].sum())
+        forced = int(self.least(class_ids, gamma)[has_draft].sum())
         return replace(choice, max_draft_tokens=max(choice.max_draft_tokens, forced))
 
     def __call__(

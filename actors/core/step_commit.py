@@ -54,6 +54,7 @@ class Commit:
     prefilled: list[Request] = field(default_factory=list)  # their prompts are done
     ended: list[Request] = field(default_factory=list)  # stop condition met in this step
     num_failed: int = 0  # of those, with an error
+    num_undrafted: int = 0  # slots of blocks that their drafters left out
     aborted: list[Request] = field(default_factory=list)  # ended while the step was under way
     shared_time_s: float | None = None  # see `StepResult`
 
@@ -102,6 +103,8 @@ def commit_step(flight: StepInFlight, result: StepResult, table: RowTable) -> Co
         table.advance(request)
         if request.can_use_drafts:
             commit.num_kept[row] = num_kept[row]
+    has_block = flight.decision.has_draft & lives[: flight.num_rounds]
+    commit.num_undrafted = int((table.gamma - flight.decision.proposed_len)[has_block].sum())
     commit.acceptance = _acceptance(flight, lives[: flight.num_rounds], commit)
     return commit
 
@@ -132,7 +135,7 @@ def _committed_runs(plan: StepPlan, result: StepResult) -> list[list[int]]:
 def _count_round(request: Request, decision: StepDecision, row: int) -> None:
     request.num_rounds += 1
     if decision.has_draft[row]:
-        request.num_proposed += decision.survivals.shape[1]
+        request.num_proposed += int(decision.proposed_len[row])
         request.num_scheduled += int(decision.verify_len[row])
 
 
@@ -159,10 +162,9 @@ def _fail(request: Request, error: str, commit: Commit) -> None:
 def _acceptance(flight: StepInFlight, lives: Mask, commit: Commit) -> AcceptanceCounters:
     """Counters of the rounds that were not aborted; the first token of a prompt is no round."""
     decision = flight.decision
-    gamma = decision.survivals.shape[1]
     return AcceptanceCounters.of_step(
         decision.survivals[lives],
-        np.where(decision.has_draft, gamma, 0)[lives],
+        decision.proposed_len[lives],
         decision.verify_len[lives],
         commit.num_accepted[: flight.num_rounds][lives],
         commit.num_committed - len(commit.prefilled),

@@ -140,9 +140,12 @@ class Bench:
                 self._config.target.max_batch_tokens, num_requests * (1 + gamma) + 1
             ),
             gamma=gamma,
+            stop_share=self._config.drafter.stop_share,
         )
         decider = VerifyDecider(_TARGET.name, _TARGET.epoch, local, allocate, local.drafting)
-        calibration = RankCalibration(gamma, self._config.calibration, policy)
+        calibration = RankCalibration(
+            gamma, self._config.calibration, policy, stops=limits.stop_share > 0
+        )
         self._rank = Rank(_TARGET, limits, decider, calibration)
         self._rank.set_drafters([_DRAFTER] if gamma else [])
         self._num_tokens, self._draft_s = 0, 0.0

@@ -185,10 +185,9 @@ class RankSpans:
         traced.tracer.start_span(
             tracing.SPAN_VERIFY, tracing.below(span), attributes=step, start_time=start_ns
         ).end(end_ns)
-        has_draft = bool(decision.has_draft[row])
         span.set_attributes(
             {
-                tracing.ATTR_NUM_PROPOSED: decision.survivals.shape[1] if has_draft else 0,
+                tracing.ATTR_NUM_PROPOSED: int(decision.proposed_len[row]),
                 tracing.ATTR_SURVIVALS: [float(a) for a in decision.survivals[row]],
                 tracing.ATTR_VERIFY_LEN: int(decision.verify_len[row]),
                 tracing.ATTR_CUT_BY: decision.cut_by(row),

@@ -28,6 +28,7 @@ def measure(
     arguments: argparse.Namespace, scene: Any, temperatures: Sequence[float]
 ) -> dict[str, Any]:
     """Simulate the switches on the `Scene`'s held-out text."""
+    from actors.core.draft_stop import LEAST_DRAFTED
     from actors.engine.training.switch_run import measure_switches
     from actors.engine.weights import CheckpointError
 
@@ -40,6 +41,7 @@ def measure(
             config.calibration,
             temperatures,
             arguments.switches,
+            LEAST_DRAFTED if config.drafter.stop_share else None,
         )
     except (CheckpointError, ValueError) as error:
         raise CommandError(str(error)) from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.core.draft_stop import LEAST_DRAFTED
 from actors.core.messages import CommitBatch, Endpoint, ProposalBatch
 
 VOCAB = 50
@@ -93,6 +94,14 @@ class ScriptedDrafter:
             [[self.rng.random() for _ in range(self.gamma)] for _ in wanted], np.float32
         )
         q_ids = np.full((count, self.gamma, 2), -1, np.int32)
+        stops = batch.min_survivals[wanted]
+        goes_on = np.arange(self.gamma) < LEAST_DRAFTED
+        goes_on = np.logical_and.accumulate(
+            goes_on | (confidences.cumprod(axis=1) >= stops[:, None]), axis=1
+        )
+        confidences[~goes_on] = 0.0
+        fillers = np.broadcast_to(batch.anchor_token_ids[wanted][:, None], draft.shape)
+        draft = np.where(goes_on, draft, fillers).astype(np.int32)
         q_ids[:, :, 0] = draft
         q_probs = np.zeros((count, self.gamma, 2), np.float32)
         q_probs[:, :, 0] = 1.0
@@ -106,6 +115,7 @@ class ScriptedDrafter:
             q_ids,
             q_probs,
             0.001,
+            goes_on.sum(axis=1).astype(np.int32),
         )
 
     def _block(self, context: Context, anchor: int) -> list[int]:

@@ -33,6 +33,7 @@ def commit(rank: Endpoint, step: int, **rows: tuple[int, int, bool]) -> CommitBa
         features=np.array(features, np.float32).reshape(-1, 2),
         verify_lens=lengths - 1,
         sampling=SamplingBatch.of([SamplingParams(noise_key=step) for _ in rows]),
+        min_survivals=np.full(len(rows), 0.01 * step, np.float32),
     )
 
 
@@ -50,6 +51,7 @@ def entries(batches: list[CommitBatch]) -> list[tuple[Any, ...]]:
             assert batch.verify_lens[i] == len(rows) - 1
             assert batch.committed_lens[i] == first + len(rows) + 1
             key = int(batch.sampling.noise_key[i])
+            assert batch.min_survivals[i] == np.float32(0.01 * key)
             found.append(
                 (batch.rank.name, request_id, key, first, len(rows), bool(batch.wants_block[i]))
             )

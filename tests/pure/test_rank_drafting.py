@@ -20,7 +20,10 @@ from tests.pure.rank_harness import (
 from tests.pure.scripted_drafter import DRAFTER, endpoint, oracle
 
 PROMPT = [3, 1, 4, 1, 5]
-ROWS = ("generations", "committed_lens", "draft_token_ids", "confidences", "q_ids", "q_probs")
+ROWS = (
+    *("generations", "committed_lens", "draft_token_ids", "confidences"),
+    *("q_ids", "q_probs", "draft_lens"),
+)
 
 
 def test_a_block_in_time_is_verified() -> None:

@@ -159,6 +159,7 @@ def commit_batch(
     wants: bool = True,
     params: SamplingParams = GREEDY,
     generation: int = 0,
+    min_survival: float = 0.0,
 ) -> CommitBatch:
     counts = [len(e.rows) for e in entries]
     number = len(entries)
@@ -176,4 +177,5 @@ def commit_batch(
         features=torch.cat([e.rows for e in entries]).numpy(),
         verify_lens=np.array([e.verified for e in entries], np.int32),
         sampling=SamplingBatch.of([params] * number),
+        min_survivals=np.full(number, min_survival, np.float32),
     )

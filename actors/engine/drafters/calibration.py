@@ -71,11 +71,20 @@ class ConfidenceTables:
 
     def fitting(self, gamma: int, device: torch.device) -> ConfidenceTables:
         """Return these tables for the first `gamma` slots, on `device`."""
+        return self._of_slots(torch.arange(gamma), device)
+
+    def reaching(self, gamma: int) -> ConfidenceTables:
+        """Return these tables for `gamma` slots; those beyond what was fitted are like the last one."""
+        slots = torch.arange(gamma).clamp(max=self._shifts.shape[1] - 1)
+        return self._of_slots(slots, self._shifts.device)
+
+    def _of_slots(self, slots: Tensor, device: torch.device) -> ConfidenceTables:
         made = object.__new__(ConfidenceTables)
         made.num_refused = self.num_refused
         made._rules, made._at = self._rules.to(device), self._at.to(device)
         for name in ("_shifts", "_temperatures", "_knots", "_bends"):
-            setattr(made, name, getattr(self, name)[:, :gamma].to(device))
+            values = getattr(self, name)
+            setattr(made, name, values[:, slots.to(values.device)].to(device))
         return made
 
     def chosen(self, sampling: DraftSampling) -> Tensor:
@@ -86,9 +95,15 @@ class ConfidenceTables:
 
     def confidences(self, logits: Tensor, sampling: DraftSampling) -> Tensor:
         """Return calibrated conditional confidences [N, gamma] for confidence logits [N, gamma]."""
-        table = self.chosen(sampling)
-        bent = ((logits[..., None] - self._knots[table]).relu() * self._bends[table]).sum(-1)
-        return torch.sigmoid((logits + self._shifts[table]) / self._temperatures[table] + bent)
+        return self._curves(logits, self.chosen(sampling))
+
+    def of_slot(self, slot: int, logits: Tensor, table: Tensor) -> Tensor:
+        """Return calibrated confidences [N] of one slot for logits [N], by the `chosen` tables [N]."""
+        return self._curves(logits, (table, slot))
+
+    def _curves(self, logits: Tensor, at: Tensor | tuple[Tensor, int]) -> Tensor:
+        bent = ((logits[..., None] - self._knots[at]).relu() * self._bends[at]).sum(-1)
+        return torch.sigmoid((logits + self._shifts[at]) / self._temperatures[at] + bent)
 
 
 def read_tables(drafter_dir: Path, target_dir: Path, block_size: int) -> ConfidenceTables:

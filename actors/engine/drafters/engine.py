@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.core.messages import CommitBatch, ProposalBatch
+from actors.core.messages import CommitBatch, Float32, ProposalBatch
 from actors.core.sampling import SamplingBatch
-from actors.engine.drafters.block import BlockDrafter, DraftedBlock
+from actors.engine.drafters.block import BlockDrafter
 from actors.engine.drafters.calibration import ConfidenceTables
 from actors.engine.drafters.confidence import OnlineConfidence, peak_bins
 from actors.engine.drafters.context import Append, ContextStore
 from actors.engine.drafters.context_engine import ContextEngine
+from actors.engine.drafters.drafted import DraftedBlock
 from actors.engine.drafters.dspark import DSparkModel
 from actors.engine.drafters.packed_backbone import PackedBackbone, PaddedContext
 from actors.engine.drafters.paged_drafts import PagedDrafts
@@ -106,6 +107,7 @@ class DSparkEngine(ContextEngine):
             batch.anchor_token_ids[wanted].astype(np.int64),
             batch.committed_lens[wanted].astype(np.int64) - 1,
             batch.sampling.rows(wanted),
+            batch.min_survivals[wanted],
         )
         confidences = block.confidences.cpu().numpy()
         if not self.model.config.enable_confidence_head:
@@ -113,11 +115,20 @@ class DSparkEngine(ContextEngine):
         return proposal_batch(self.spec, batch, wanted, block, confidences, started)
 
     def _block(
-        self, rows: Int64, anchor_ids: Int64, anchors: Int64, sampling: SamplingBatch
+        self,
+        rows: Int64,
+        anchor_ids: Int64,
+        anchors: Int64,
+        sampling: SamplingBatch,
+        min_survivals: Float32,
     ) -> DraftedBlock:
-        if self.paged is not None:
+        if self.paged is not None:  # what is replayed has one size: whole blocks
             return self.paged(rows, anchor_ids, anchors, sampling)
         self.model.cover_positions(int(anchors.max()) + self.model.config.block_size - 1)
         ids, positions = (torch.from_numpy(a).to(self.device) for a in (anchor_ids, anchors))
         padded = PaddedContext(*self.context.view(rows, self.model.config.block_size))
-        return self.drafter(ids, positions, DraftSampling.of(sampling, self.device), padded)
+        own = DraftSampling.of(sampling, self.device)
+        if self.drafter.can_stop and min_survivals.any():
+            stops = torch.from_numpy(min_survivals).to(self.device)
+            return self.drafter.until(stops, ids, positions, own, padded)
+        return self.drafter(ids, positions, own, padded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from kernels.markov_sample import MarkovHead
 # (layer, q [N, g, heads, hd], k, v [N, g, kv_heads, hd]) -> [N, g, heads * hd]: q attends, unscaled, to the context of
 # its request and to all of its own block's k and v.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class BegunBlock(NamedTuple):
+    """Blocks as far as their slots need each other: up to and with the attention of the last layer."""
+
+    x: Tensor  # [N, block_size, d] before that layer
+    mixed: Tensor  # [N, block_size, heads * hd] what it attended to
 
 
 @dataclass
@@ -85,8 +93,15 @@ class PackedBackbone:
         cos, sin = self._cos[positions], self._sin[positions]
         return rotate(keys, cos[:, None], sin[:, None]), values
 
-    def block(self, anchor_ids: Tensor, anchors: Tensor, attend: Attend) -> Tensor:
-        """Return slot hiddens [N, block_size, d] after the final norm.
+    def block(
+        self, anchor_ids: Tensor, anchors: Tensor, attend: Attend, num_slots: int | None = None
+    ) -> Tensor:
+        """Return hiddens [N, num_slots, d] of the first slots (None: all) after the final norm; see `begin`."""
+        x, mixed = (part[:, :num_slots] for part in self.begin(anchor_ids, anchors, attend))
+        return self.finish(x.flatten(0, 1), mixed.flatten(0, 1)).view(x.shape)
+
+    def begin(self, anchor_ids: Tensor, anchors: Tensor, attend: Attend) -> BegunBlock:
+        """Compute blocks as far as all of their slots are needed, whichever will be drafted.
 
         anchor_ids, anchors [N]: token and absolute position; `cover_positions` has seen the last slot's. The block is
         bidirectional, so a shorter one would change every slot: it is always computed whole. No size follows from a
@@ -99,14 +114,35 @@ class PackedBackbone:
         positions = anchors[:, None] + torch.arange(size, device=self.device)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         x = self.embed[ids].flatten(0, 1)
+        mixed = x
         for index, layer in enumerate(self.layers):
-            q, k, v = self._heads(x.view(-1, size, config.hidden_size), layer, cos, sin)
-            x = layer.out.plus(attend(index, q, k, v).flatten(0, 1), x)
-            x = layer.mlp.plus(self.rms_norm(x, layer.norm_post), x)
-        return self.rms_norm(x, self.norm).view(-1, size, config.hidden_size)
+            if index:
+                x = self._rest(x, mixed, self.layers[index - 1])
+                qkv = layer.qkv(self.rms_norm(x, layer.norm_in)).unflatten(0, (-1, size))
+            else:
+                qkv = self._first_qkv(anchor_ids, layer)
+            mixed = attend(index, *self._heads(qkv, layer, cos, sin)).flatten(0, 1)
+        return BegunBlock(x.unflatten(0, (-1, size)), mixed.unflatten(0, (-1, size)))
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return hiddens [M, d] after the final norm, of any M slots of a `BegunBlock`."""
+        return self.rms_norm(self._rest(x, mixed, self.layers[-1]), self.norm)
+
+    def _rest(self, x: Tensor, mixed: Tensor, layer: _PackedLayer) -> Tensor:
+        """What a layer makes of rows [M, ...] behind its attention: nothing there looks at another row."""
+        x = layer.out.plus(mixed, x)
+        return layer.mlp.plus(self.rms_norm(x, layer.norm_post), x)
+
+    def _first_qkv(self, anchor_ids: Tensor, layer: _PackedLayer) -> Tensor:
+        """Return [N, block_size, ...]: before rotation all slots but the first are one mask token, projected once."""
+        size = self.config.block_size
+        ids = F.pad(anchor_ids, (0, 1), value=self.config.mask_token_id)
+        qkv = layer.qkv(self.rms_norm(self.embed[ids], layer.norm_in))
+        masks = qkv[-1].expand(len(anchor_ids), size - 1, -1)
+        return torch.cat((qkv[:-1, None], masks), 1)
 
     def confidence_logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
-        """Return fp32 [N, g] for hidden [N, g, d] and W1 rows [N, g, r]; None without the head."""
+        """Return fp32 [...] for hidden [..., d] and W1 rows [..., r]; None without the head."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence
@@ -131,13 +167,12 @@ class PackedBackbone:
         self.num_moves += 1
 
     def _heads(
-        self, x: Tensor, layer: _PackedLayer, cos: Tensor, sin: Tensor
+        self, qkv: Tensor, layer: _PackedLayer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v [N, g, heads, head_dim] of x [N, g, d], normed and rotated."""
+        """Return q, k, v [N, g, heads, head_dim] of their projections [N, g, ...], normed and rotated."""
         config = self.config
         heads, kv = config.num_attention_heads, config.num_key_value_heads
-        qkv = layer.qkv(self.rms_norm(x, layer.norm_in))
-        q, k, v = qkv.view(*x.shape[:2], -1, config.head_dim).split([heads, kv, kv], dim=2)
+        q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split([heads, kv, kv], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.rms_norm(q, layer.q_norm), self.rms_norm(k, layer.k_norm)
         return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from actors.core.sampling import RULE_GREEDY, SamplingBatch
 from actors.core.token_tiers import context_tier, tier_for, token_tiers
-from actors.engine.drafters.block import BlockDrafter, DraftedBlock
+from actors.engine.drafters.block import BlockDrafter
 from actors.engine.drafters.context import ContextStore
+from actors.engine.drafters.drafted import DraftedBlock
 from actors.engine.graphs import Recorded, Recorder
 from kernels import dispatch
 from kernels.markov_sample import DraftSampling

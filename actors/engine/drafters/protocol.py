@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.core.messages import CommitBatch, Float32, ProposalBatch
+from actors.core.messages import CommitBatch, Float32, Int32, ProposalBatch
 from actors.engine.base import DrafterSpec
-from actors.engine.drafters.block import DraftedBlock
 from actors.engine.drafters.config import DrafterConfig
+from actors.engine.drafters.drafted import DraftedBlock
 from actors.engine.weights import CheckpointError
 from kernels.markov_sample import BlockSample
 
@@ -90,4 +90,10 @@ def proposal_batch(
         q_ids=block.q_ids.int().cpu().numpy(),
         q_probs=block.q_probs.cpu().numpy(),
         draft_time_s=time.perf_counter() - started,
+        draft_lens=_draft_lens(block),
     )
+
+
+def _draft_lens(block: BlockSample | DraftedBlock) -> Int32 | None:
+    lens = block.draft_lens if isinstance(block, DraftedBlock) else None
+    return None if lens is None else lens.int().cpu().numpy()

@@ -18,12 +18,14 @@ def trial_commit(
     committed_len: int,
     features: np.ndarray[Any, Any],
     sampling: SamplingBatch,
+    min_survival: float = 0.0,
 ) -> CommitBatch:
     """Commit the same number of tokens of N requests and ask for a block of each.
 
     Args:
         features: [N * rows, feature_dim] of the rows = committed_len - 1 - first_position new positions of each.
         sampling: of all N.
+        min_survival: where each block may stop; 0: whole blocks.
     """
     n, rows = len(names), committed_len - 1 - first_position
     return CommitBatch(
@@ -40,4 +42,5 @@ def trial_commit(
         features=features,
         verify_lens=np.zeros(n, np.int32),
         sampling=sampling,
+        min_survivals=np.full(n, min_survival, np.float32),
     )

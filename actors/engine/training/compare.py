@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.checkpoint import BUNDLED_MODELS_DIR, find_model
+from actors.engine.drafters.calibration import read_tables
 from actors.engine.drafters.checkpoint import load_drafter
 from actors.engine.drafters.config import DrafterConfig
 from actors.engine.training import equal_data, evaluation, latency
@@ -184,7 +185,7 @@ def compare(
         drafters[candidate.name] = {
             **candidate.facts(),
             **measured[max(temperatures)],
-            **(_speed(candidate, scene) if with_latency else {"draft_ms": None}),
+            **(_speed(candidate, scene, data) if with_latency else {"draft_ms": None}),
             **{f"temperature_{at:g}": found for at, found in measured.items()},
         }
         plain, layers = evaluation.name_of(config), config.num_hidden_layers
@@ -202,8 +203,10 @@ def compare(
     }
 
 
-def _speed(candidate: Candidate, scene: Scene) -> dict[str, Any]:
-    found = latency.measure(candidate.model, scene.target_dir).report()
+def _speed(candidate: Candidate, scene: Scene, text: OnPolicyDataset) -> dict[str, Any]:
+    size, where = candidate.model.config.block_size, Path(candidate.where)
+    tables = read_tables(where, scene.target_dir, size) if where.is_dir() else None
+    found = latency.measure(candidate.model, scene.target_dir, text=text, tables=tables).report()
     own = str(candidate.model.config.block_size)
     return {"draft_ms": found["draft_ms_by_gamma"][own], "latency": found}
 

@@ -41,12 +41,20 @@ class DrafterProcess:
     """
 
     def __init__(
-        self, drafter_dir: Path, target_dir: Path, gammas: Sequence[int], dtype: torch.dtype
+        self,
+        drafter_dir: Path,
+        target_dir: Path,
+        gammas: Sequence[int],
+        dtype: torch.dtype,
+        tables: ConfidenceTables | None = None,
     ) -> None:
         # A fork would inherit torch's threads, and not start them.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        given = (theirs, drafter_dir, target_dir, tuple(gammas), dtype, torch.get_num_threads())
+        given = (
+            *(theirs, drafter_dir, target_dir, tuple(gammas), dtype),
+            *(torch.get_num_threads(), tables),
+        )
         self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()  # so that its death is seen here
@@ -90,13 +98,19 @@ class DrafterProcess:
             self._process.join()
 
 
-def engine_of_length(model: DraftModel, gamma: int, dtype: torch.dtype) -> DrafterEngine:
-    """Serve the model with blocks of `gamma`, whatever it was trained with: only their cost is asked for."""
+def engine_of_length(
+    model: DraftModel, gamma: int, dtype: torch.dtype, tables: ConfidenceTables | None = None
+) -> DrafterEngine:
+    """Serve the model with blocks of `gamma`, whatever it was trained with: only their cost is asked for.
+
+    Slots beyond those that `tables` were fitted for are calibrated as the last of these.
+    """
     own = model.config
     model.config = replace(own, block_size=gamma)
     try:
         options = DrafterOptions("measure", dtype=dtype)
-        return engine_for(model, ConfidenceTables.identity(gamma), options, "measure")
+        own_tables = tables or ConfidenceTables.identity(gamma)
+        return engine_for(model, own_tables.reaching(gamma), options, "measure")
     finally:
         model.config = own  # the engine has its own copy, with the other length
 
@@ -108,10 +122,11 @@ def _serve(
     gammas: tuple[int, ...],
     dtype: torch.dtype,
     num_threads: int,
+    tables: ConfidenceTables | None,
 ) -> None:
     torch.set_num_threads(num_threads)
     model = load_drafter(drafter_dir, *embedding_tables(target_dir, dtype))
-    engines = {gamma: engine_of_length(model, gamma, dtype) for gamma in gammas}
+    engines = {gamma: engine_of_length(model, gamma, dtype, tables) for gamma in gammas}
     connection.send("ready")
     while True:
         try:

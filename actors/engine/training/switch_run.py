@@ -31,9 +31,11 @@ def measure_switches(
     config: CalibrationConfig,
     temperatures: Sequence[float],
     part: str = "all",
+    num_known: int | None = None,
 ) -> dict[str, Any]:
     """Return the report: by rule, of blocks of `gamma` drafted by `drafter_dir` with its own calibration tables.
 
+    `num_known`: see `OnlineCalibration`.
     Raises CheckpointError where there is no held-out text, or of one domain only.
     """
     model = scene.load(drafter_dir).model
@@ -51,7 +53,10 @@ def measure_switches(
                 f"{data.root}: whole blocks of {len(pools)} domain(s); switches need two at least"
             )
         by_rule[rule] = switches.measure(
-            pools, lambda num: OnlineCalibration(num, looks_per_alarm=config.looks_per_alarm)
+            pools,
+            lambda num: OnlineCalibration(
+                num, looks_per_alarm=config.looks_per_alarm, num_known=num_known
+            ),
         )
     return {"drafter": str(drafter_dir), "gamma": gamma, "answers": part, "switches": by_rule}
 
