@@ -13,6 +13,7 @@ from actors.engine.drafters.checkpoint import load_drafter, save_drafter
 from actors.engine.drafters.trial import trial_commit
 from actors.engine.training.drafter_process import DrafterProcess, engine_of_length
 from actors.engine.training.latency import Latency, Turn
+from actors.engine.training.recorded_requests import RecordedRequests
 from actors.engine.weights import embedding_tables
 from tests.torch_cpu.rank_engines import real_drafter_model, write_tiny_llama
 
@@ -66,3 +67,29 @@ def test_growth_is_of_each_repeat_and_not_of_the_drift_between_them() -> None:
     assert report["draft_share_of_round"]["16"] == pytest.approx(0.2 / 1.1, abs=1e-4)
     assert report["round_ms_by_gamma"] == {"4": 3000.0, "7": 3000.0, "16": 3300.0}
     assert "round_growth" not in Latency(16, 1, {1: turns[4]}).report()
+
+
+def test_rounds_that_stop_are_told_apart_and_held_against_whole_ones() -> None:
+    whole = {g: [Turn(0.1, 0.8, s, s, g) for s in (1.0, 2.0)] for g in (4, 16)}
+    short = {g: [Turn(0.1, 0.8, s / 2, s / 2, 3.0) for s in (1.0, 2.0)] for g in (4, 16)}
+    report = Latency(16, 7, whole, {0.1: short}, is_recorded=True).report()
+    assert report["text"] == "recorded"
+    found = report["by_price"]["0.1"]
+    assert found["drafted_by_gamma"] == {"4": 3.0, "16": 3.0}
+    assert found["round_ratio_to_whole"] == {"4": 0.5, "16": 0.5}
+    assert found["round_growth"]["share"] == 0.0
+
+
+def test_recorded_requests_walk_their_text_two_tokens_a_turn() -> None:
+    ids = [torch.arange(100, 160), torch.arange(200, 260)]
+    features = [torch.arange(60.0)[:, None] + 1000 * i for i in range(2)]
+    requests = RecordedRequests(ids, features, [10, 20])
+    for turn, (first, committed) in enumerate([((0, 0), (10, 20)), ((9, 19), (12, 22))]):
+        commit = requests.commits("a", turn, 0.05)
+        assert commit.first_positions.tolist() == list(first)
+        assert commit.committed_lens.tolist() == list(committed)
+        assert commit.anchor_token_ids.tolist() == [100 + committed[0] - 1, 200 + committed[1] - 1]
+        rows = [*range(first[0], committed[0] - 1), *range(first[1] + 1000, committed[1] + 999)]
+        assert commit.features[:, 0].tolist() == rows
+        assert commit.cu_feature_len.tolist()[-1] == len(rows) == len(commit.token_ids)
+        assert commit.min_survivals.tolist() == [np.float32(0.05)] * 2
