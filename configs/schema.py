@@ -82,8 +82,8 @@ class DrafterConfig(Section):
         0.25,
         ge=0,
         le=1,
-        description="Share of the price below which the survival of a slot ends its block: it and what follows is not "
-        "drafted; 0 = always whole blocks.",
+        description="Share of the price below which the survival of a draft token ends its block: it and what follows "
+        "are not drafted; 0 = always whole blocks.",
     )
 
 

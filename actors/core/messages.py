@@ -70,8 +70,7 @@ class AbortRequest:
 class ProposalBatch:
     """Draft blocks of several requests (N of them), from the drafter with the endpoint name `drafter`.
 
-    `q_ids` / `q_probs` are the support the drafter sampled from and its fp32 probabilities, exactly (C2); rows of
-    greedy requests hold `q_ids[:, :, 0] == draft_token_ids` and probability one there, as do slots nobody drafted."""
+    `q_ids` / `q_probs`: the support sampled from, its exact probabilities (C2); one-hot if greedy or not drafted."""
 
     drafter: str
     request_ids: tuple[str, ...]
@@ -118,9 +117,8 @@ class AnticipatingBudgetError(ValueError):
 class CommitBatch:
     """What one step committed for the requests of one drafter, and which of them want a block next.
 
-    `features` are the target's tapped layer outputs of the committed rows, flattened over requests; request i owns rows
-    `cu_feature_len[i] : cu_feature_len[i + 1]`, for positions from `first_positions[i]` to `committed_lens[i] - 2`.
-    Rows of earlier steps may come first (a cached prefix, a new drafter). A gap starts the context anew behind it.
+    `features`: tapped layer outputs of the committed rows, request i's from `cu_feature_len[i]` on, for positions
+    `first_positions[i]` to `committed_lens[i] - 2`, earlier steps' too at times; a gap starts the context anew.
     """
 
     rank: Endpoint
@@ -144,8 +142,7 @@ class CommitBatch:
 
 @dataclass(frozen=True)
 class CloseDraft:
-    """These requests are over (or moved away): forget their context. With `before_step` above 0, so is whatever the
-    rank last told of in an earlier step: word of its end was lost."""
+    """These requests are over (or moved away). `before_step` above 0: so is what was last told of before that step."""
 
     rank: str
     request_ids: tuple[str, ...]

@@ -36,7 +36,7 @@ from tests.torch_cpu.table_streams import (
     staircase,
     streams_of,
 )
-from tests.torch_cpu.test_stopped_blocks import MUTANTS, TableSlots
+from tests.torch_cpu.test_stopped_law import MUTANTS, TableSlots
 from tests.torch_cpu.tiny_drafters import tiny_config, tiny_engine, tiny_model
 
 GAMMA = 8
