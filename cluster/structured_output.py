@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from actors.engine.grammars import limits
 from cluster.api_errors import ApiError, bad_request
+from cluster.json_formats import with_real_days
 from cluster.openai_schema import Schema, Text, read_json
 
 MAX_GRAMMAR_BYTES = 256 * 2**10
@@ -88,7 +89,7 @@ def of_schema(schema: dict[str, Any]) -> str:
     Raises:
         ValueError: the schema holds what JSON cannot carry: half a surrogate pair, or a number beyond 64 bits.
     """
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+    return str(LLMatcher.grammar_from_json_schema(with_real_days(schema), overrides=JSON_OPTIONS))
 
 
 def _only_output(outputs: StructuredOutputs) -> str:
