@@ -72,8 +72,6 @@ class RaySession:
         os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
         # By default Ray's workers yield (nice 15) to any other program: a client beside them would starve the ranks.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Serve's controller looks ten times a second by default; each look interrupts a thread that others wait for.
-        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
         try:
             if self._address is not None:
                 # A local start turns token authentication on by itself, joining by address does not.

