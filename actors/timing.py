@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from actors.core.verify_decision import DraftChoice, DraftFacts, StepDecision, VerifyDecider
+from actors.core.step_decision import StepDecision
+from actors.core.verify_decision import DraftChoice, DraftFacts, VerifyDecider
 
 
 class TimedDecider(VerifyDecider):

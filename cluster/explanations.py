@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from actors.core.verify_decision import CutRule
+from actors.core.step_decision import CutRule
 from cluster.api_errors import ApiError, shown
 
 AskRanks = Callable[[str], Awaitable[Mapping[str, Any]]]

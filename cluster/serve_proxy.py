@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _FOLDER_VARIABLE, _PROXY_FOLDER = "RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "dspark-proxy-"
 TRY_TIMEOUT_S = 60.0  # of a machine that is busy
 _PORTS = range(20_000, 30_000)
-_PYTHON_PROXY = {
+_EVERYWHERE = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # so that the driver can call the replicas
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
@@ -69,7 +69,7 @@ def serve_environment(config: IngressConfig) -> dict[str, str]:
     Raises:
         IngressStartError: `proxy` is "haproxy" and there is none that runs.
     """
-    environment = dict(_PYTHON_PROXY)
+    environment = dict(_EVERYWHERE)
     if config.proxy == "python":
         return environment
     known = _known_to_serve()
@@ -124,7 +124,7 @@ def node_environment(
     except (ImportError, OSError, subprocess.SubprocessError) as error:
         raise IngressStartError(f"HAProxy does not run here ({error})") from error
     ports = [str(port) for port in NODE_PORTS]
-    return _PYTHON_PROXY | _haproxy_environment(run_folder, binary, ports, NODE_REQUEST_TIMEOUT_S)
+    return _EVERYWHERE | _haproxy_environment(run_folder, binary, ports, NODE_REQUEST_TIMEOUT_S)
 
 
 def _claim(folder: Path) -> None:

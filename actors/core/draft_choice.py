@@ -14,7 +14,8 @@ from actors.core.rank_calibration import RankCalibration
 from actors.core.rank_counters import RankCounters
 from actors.core.request import Request
 from actors.core.row_table import RowTable, Slots
-from actors.core.verify_decision import DraftFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import DraftFacts, VerifyDecider
 
 
 def choose_drafting(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.messages import AdmittedRequest
-from actors.core.verify_decision import CutRule, StepDecision
+from actors.core.step_decision import CutRule, StepDecision
 
 ASKED_ROUNDS = 256  # kept for a request that asks by itself, whatever the configuration keeps
 KEPT_ENDED_ROUNDS = 65_536  # of all requests that are over, together

@@ -13,7 +13,8 @@ from actors.core.prefix_scheduler import (
     StaticThreshold,
 )
 from actors.core.sps import RankTimes
-from actors.core.verify_decision import DraftPolicy, StepFacts, VerifyChoice, VerifyPolicy
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import DraftPolicy, StepFacts, VerifyPolicy
 
 PolicyName = Literal["none", "static_length", "static_threshold", "algorithm1", "lagged", "joint"]
 

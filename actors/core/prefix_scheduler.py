@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from actors.core.messages import AnticipatingBudgetError
 from actors.core.sps import RankTimes
-from actors.core.verify_decision import StepFacts, VerifyChoice
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import StepFacts
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

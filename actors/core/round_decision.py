@@ -12,8 +12,9 @@ from actors.core.admission import RankLimits
 from actors.core.batching import StepShape, request_at
 from actors.core.rank_calibration import Drafted, RankCalibration
 from actors.core.row_table import Mask, RowTable
+from actors.core.step_decision import StepDecision
 from actors.core.survival import survivals
-from actors.core.verify_decision import StepDecision, VerifyDecider
+from actors.core.verify_decision import VerifyDecider
 
 Int32 = npt.NDArray[np.int32]
 

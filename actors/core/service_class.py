@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.core.prefix_scheduler import allocate
-from actors.core.verify_decision import VerifyChoice
+from actors.core.step_decision import VerifyChoice
 from configs.policy import PolicyConfig
 
 Float32 = npt.NDArray[np.float32]

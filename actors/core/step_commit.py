@@ -15,7 +15,7 @@ from actors.core.messages import Endpoint, TokenDelta
 from actors.core.rank_calibration import Drafted, RankCalibration
 from actors.core.request import Request
 from actors.core.row_table import Mask, RowTable
-from actors.core.verify_decision import StepDecision
+from actors.core.step_decision import StepDecision
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ import numpy.typing as npt
 
 from actors.core.budget_shelf import BudgetShelf
 from actors.core.messages import VerifyBudget
-from actors.core.step_decision import CutRule as CutRule
-from actors.core.step_decision import StepDecision as StepDecision
-from actors.core.step_decision import VerifyChoice as VerifyChoice
+from actors.core.step_decision import StepDecision, VerifyChoice
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from cluster.console import CommandError, note
+from configs.machine import CPUINFO, cpu_flags
 
-CPUINFO = Path("/proc/cpuinfo")
 BUSY_SAMPLE_S = 2.0  # before the first cell
 LONG_SAMPLE_S = 15.0  # where the load average tells of work that may be over
 CELL_SAMPLE_S = 0.3  # before each other
@@ -21,18 +20,17 @@ MOST_IDLE_BUSY = 0.35  # of the cores, while our own cluster waits
 
 def facts() -> dict[str, Any]:
     """Of this machine, without its name."""
-    model, flags = "", set[str]()
+    model = ""
     try:
         for line in CPUINFO.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, value = line.partition(":")
             model = model or (value.strip() if name.strip() == "model name" else "")
-            flags = flags or (set(value.split()) if name.strip() == "flags" else set())
     except OSError:
         pass  # not Linux: nothing is claimed
     return {
         "cpu": model or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
-        "flags": flag_class(flags),
+        "flags": flag_class(cpu_flags()),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

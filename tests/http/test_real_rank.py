@@ -14,7 +14,8 @@ from actors.core.layout import StepPlan, StepResult
 from actors.core.messages import Endpoint
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Rank
-from actors.core.verify_decision import StepFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import StepFacts, VerifyDecider
 from actors.link import LocalLink
 from tests.http.harness import CHAT, CHAT_PATH, byte_codec
 

@@ -29,7 +29,8 @@ from actors.core.messages import (
 from actors.core.prefix_scheduler import allocate
 from actors.core.rank import Outgoing, Rank
 from actors.core.sampling import SamplingParams
-from actors.core.verify_decision import StepDecision, StepFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import StepDecision, VerifyChoice
+from actors.core.verify_decision import StepFacts, VerifyDecider
 from tests.pure.scripted_drafter import (
     DRAFTER,
     INGRESS,

@@ -14,7 +14,8 @@ from actors.core.messages import CommitBatch, VerifyBudget
 from actors.core.rank_calibration import Drafted, RankCalibration
 from actors.core.row_table import Mask
 from actors.core.service_class import ClassAllocation, ServiceClass
-from actors.core.verify_decision import StepFacts, VerifyChoice
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import StepFacts
 from configs.calibration import CalibrationConfig
 from tests.pure.rank_harness import Session, admitted, make_rank
 from tests.pure.scripted_drafter import RANK

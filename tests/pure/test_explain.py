@@ -11,7 +11,7 @@ import pytest
 from actors.core import explain
 from actors.core.explain import LogShelf, Round, explanation, is_part_of
 from actors.core.messages import AbortRequest, AdmittedRequest, VerifyBudget
-from actors.core.verify_decision import StepDecision, VerifyChoice
+from actors.core.step_decision import StepDecision, VerifyChoice
 from tests.pure.rank_harness import Session, admitted, make_rank
 from tests.pure.scripted_drafter import DRAFTER, RANK
 

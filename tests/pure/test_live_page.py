@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from actors.core.prefix_scheduler import UNLIMITED
-from actors.core.verify_decision import CutRule
+from actors.core.step_decision import CutRule
 from cluster.live_page import decisions, pressure, state, why
 from cluster.observation import Observation
 

@@ -12,7 +12,8 @@ from actors.core.local_policy import LocalPolicy, PolicyName
 from actors.core.messages import AnticipatingBudgetError, RankProfile, VerifyBudget
 from actors.core.prefix_scheduler import allocate
 from actors.core.sps import CostCurve
-from actors.core.verify_decision import BudgetShelf, StepFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import BudgetShelf, StepFacts, VerifyDecider
 from tests.pure.rank_harness import Session, VerifyAll, admitted, make_rank
 from tests.pure.scripted_drafter import RANK, oracle
 

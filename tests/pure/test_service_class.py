@@ -13,7 +13,8 @@ from actors.core.local_policy import LocalPolicy
 from actors.core.messages import VerifyBudget
 from actors.core.prefix_scheduler import allocate
 from actors.core.service_class import ClassAllocation, ServiceClass, classes_of
-from actors.core.verify_decision import StepDecision, StepFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import StepDecision, VerifyChoice
+from actors.core.verify_decision import StepFacts, VerifyDecider
 from configs.policy import PolicyConfig, ServiceClassConfig
 from tests.pure.rank_harness import Session, admitted, make_rank
 from tests.pure.scripted_drafter import RANK

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.core.step_decision import StepDecision, VerifyChoice
 from actors.core.token_tiers import context_tier, tier_for, token_tiers
-from actors.core.verify_decision import StepDecision, VerifyChoice
 
 
 def test_tiers_are_powers_of_two_and_their_middles() -> None:

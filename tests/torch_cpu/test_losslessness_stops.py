@@ -12,7 +12,8 @@ from actors.core.draft_stop import stop_survivals
 from actors.core.local_policy import LocalPolicy
 from actors.core.prefix_scheduler import allocate
 from actors.core.round_decision import decide_with_explored, within_drafted
-from actors.core.verify_decision import StepFacts, VerifyChoice, VerifyDecider
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import StepFacts, VerifyDecider
 from tests.torch_cpu.exact_steps import StepRows
 from tests.torch_cpu.planners import RANKS, ROOM, LocalPlanner
 from tests.torch_cpu.test_losslessness import APPENDIX_A

@@ -10,7 +10,8 @@ import pytest
 from actors.core import rank as rank_module
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import CommitBatch, ProposalBatch
-from actors.core.verify_decision import StepFacts, VerifyChoice
+from actors.core.step_decision import VerifyChoice
+from actors.core.verify_decision import StepFacts
 from tests.torch_cpu.mutation import mutant
 from tests.torch_cpu.table_streams import (
     LIMIT,
