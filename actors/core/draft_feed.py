@@ -3,6 +3,9 @@
 A context lacks its beginning when the prompt was found in the prefix cache, and all of it when the drafter is new (it
 was restarted, or takes over from one that died). The features of those tokens lie in the cache; they are sent in
 pieces of bounded size, each stamped like a chunk of prefill, and a block is asked for once the context is whole.
+
+Who gets no block need not be told of every token: what a step costs a drafter hardly depends on its tokens, and on a
+CPU the drafter takes that time from the target. So such rows are told of many tokens at once, from the cache.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import numpy.typing as npt
 from actors.core.layout import StepPlan
 from actors.core.prefix_cache import Features, PrefixCache
 from actors.core.request import Request
-from actors.core.row_table import Mask, RowTable
+from actors.core.row_table import Mask, RowTable, Slots
 
 Int32 = npt.NDArray[np.int32]
 
+MOST_HELD_BACK = 256  # tokens a context may lack; bounds what a row must catch up with before its next block
 _MOST_CAUGHT_UP_BYTES = 64 * 2**20  # of features in one message, beyond those of its own step
 
 
@@ -34,6 +38,25 @@ class DraftFeed:
     cu_feature_len: Int32  # [N + 1]
     token_ids: Int32  # [sum]
     features: Features  # [sum, feature_dim]
+
+
+def held_back(
+    plan: StepPlan, slots: Slots, num_kept: Int32, asks: Mask, table: RowTable, cache: PrefixCache
+) -> Mask:
+    """[R] rows of a step that no drafter needs to hear of yet: they get no block and their contexts lack little.
+
+    Never a row whose drafts were just verified (drafters without a confidence head learn from what became of them),
+    nor without a cache, where the features of a step are gone with it.
+
+    Args:
+        slots, num_kept: [R] of each plan row; see `feed_of`.
+        asks: [num_slots] who gets a block.
+    """
+    lacking = table.committed_len[slots] - 1 - table.draft_len[slots]
+    needless = table.is_running[slots] & ~asks[slots] & (plan.verify_len == 0)
+    has_drafter = (num_kept > 0) & (table.drafter_index[slots] >= 0)
+    held: Mask = needless & has_drafter & (lacking < MOST_HELD_BACK)
+    return held & cache.enabled
 
 
 def feed_of(

@@ -3,7 +3,8 @@
 A rank with hundreds of streams verifies next to nothing, because every token of its step is dear; it would still stand
 still for the blocks of every round. So the best throughput with drafting is compared with plain decoding. While plain
 decoding wins, no blocks are asked for. Survivals are then unknown, so a few rows are probed now and again: a pause
-never outlives its reason by more than a bounded number of steps.
+never outlives its reason by more than a bounded number of steps. A probe costs what a round of drafting costs, so while
+the load stays as it is and the gain does not go on rising, each one doubles the time to the next, up to a bound.
 
 Contract C3: asking for the blocks of a step uses survivals at least two steps older, never the blocks themselves.
 """
@@ -25,8 +26,10 @@ Float32 = npt.NDArray[np.float32]
 MARGIN = 0.03  # relative gain or loss below which nothing is changed, in either direction
 KEPT_ROWS = 64  # survivals a judgement rests on: one request drafts well and badly in turns
 MIN_ROWS = 8  # below that nothing is judged; also the rows of one probe
-CHECK_EVERY = 4  # steps between judgements while drafting
-PROBE_EVERY = 32  # steps without blocks after which some are asked for again
+CHECK_EVERY = 4  # steps between judgements while drafting and the load stays as it is
+PROBE_EVERY = 32  # steps without blocks after which some are asked for again, at first
+LONGEST_PAUSE = 256  # and at the latest
+RISE = 0.02  # relative rise of the gain from probe to probe; twice in a row it is no chance: a drafter recovers
 MIN_PAUSE = 8  # steps after which a load that has changed by a quarter is reason enough
 
 
@@ -80,8 +83,11 @@ class DraftPause:
     _seen: deque[tuple[int, Float32]] = field(default_factory=deque)  # step, rows with a block
     _next_check: int = 0
     # --- while paused ---
+    _patience: int = PROBE_EVERY  # steps from the last verdict to the next probe
     _paused_at: int = 0  # the step of the last verdict
-    _at_rounds: int = 0  # and the rounds it was given for
+    _at_rounds: int = 0  # and the rounds it was given for; while drafting those of the last judgement
+    _last_gain: float = 0.0  # that it rests on
+    _num_rises: int = 0  # of verdicts in a row
     _left: int = 0  # rows the probe under way still asks for
     _verdict_at: int | None = None  # when its survivals are old enough; None: no probe
     _turn: int = 0  # whose turn it is to be probed
@@ -111,12 +117,13 @@ class DraftPause:
             return everyone
         if self.is_paused:
             return self._while_paused(facts)
-        if facts.step < self._next_check:
+        if facts.step < self._next_check and not self._has_moved(facts):
             return everyone
-        self._next_check = facts.step + CHECK_EVERY
+        self._next_check, self._at_rounds = facts.step + CHECK_EVERY, facts.num_rounds
         gain = self._gain(facts, MIN_ROWS)
         if gain is None or gain >= 1.0 - MARGIN:
             return everyone
+        self._patience, self._last_gain, self._num_rises = PROBE_EVERY, gain, 0
         self._pause(facts)
         return self._nobody(facts, "pause")
 
@@ -127,10 +134,10 @@ class DraftPause:
     def _while_paused(self, facts: DraftFacts) -> DraftChoice:
         event = ""
         if self._verdict_at is None:
-            age = facts.step - self._paused_at
-            has_moved = 4 * abs(facts.num_rounds - self._at_rounds) >= self._at_rounds
-            if age < PROBE_EVERY and not (has_moved and age >= MIN_PAUSE):
+            age, has_moved = facts.step - self._paused_at, self._has_moved(facts)
+            if age < self._patience and not (has_moved and age >= MIN_PAUSE):
                 return self._nobody(facts)
+            self._patience = PROBE_EVERY if has_moved else min(2 * self._patience, LONGEST_PAUSE)
             event, self._left = "probe", MIN_ROWS
             self._seen.clear()
         if self._left:
@@ -142,11 +149,24 @@ class DraftPause:
         # Rows may have ended or come late. Without any there is no verdict, and the next probe comes in its time.
         gain = self._gain(facts, 1)
         if gain is None or gain <= 1.0 + MARGIN:
+            if gain is not None:
+                self._look_for_rise(gain)
             self._pause(facts)
             return self._nobody(facts)
         self.is_paused, self._verdict_at = False, None
         self._next_check = facts.step + CHECK_EVERY
         return DraftChoice(np.ones(facts.num_askable, np.bool_), "resume")
+
+    def _look_for_rise(self, gain: float) -> None:
+        rose = gain > (1.0 + RISE) * self._last_gain
+        self._num_rises = self._num_rises + 1 if rose else 0
+        if self._num_rises > 1:
+            self._patience = PROBE_EVERY
+        self._last_gain = gain
+
+    def _has_moved(self, facts: DraftFacts) -> bool:
+        """Whether the load has changed by a quarter since the last verdict."""
+        return 4 * abs(facts.num_rounds - self._at_rounds) >= self._at_rounds
 
     def _some(self, facts: DraftFacts) -> npt.NDArray[np.bool_]:
         """The rows of a probe: few are cheaper to draft for, and all take their turns."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actors.core.draft_feed import feed_of
+from actors.core.draft_feed import feed_of, held_back
 from actors.core.draft_stop import Asked
 from actors.core.layout import StepPlan
 from actors.core.messages import CloseDraft, CommitBatch, Endpoint, Message, ProposalBatch
@@ -227,7 +227,7 @@ class DraftExchange:
         Args:
             num_kept: [R] leading tokens of each plan row that are committed now: the whole chunk of a prefill row, the
                 anchor and the accepted draft tokens of a round, 0 for a row no drafter hears of (any more).
-            asked: who shall get a block, and how far it is drafted. The others are fed too: their contexts stay whole.
+            asked: who shall get a block, and how far it is drafted. The others are told now and then (`held_back`).
         """
         table = self._table
         for row in np.flatnonzero(num_kept).tolist():
@@ -236,9 +236,12 @@ class DraftExchange:
         slots = np.array([request.slot for request in rows], np.intp)
         if features is None:  # a target without taps, for a drafter that only reads tokens
             features = np.zeros((plan.batch_tokens, 0), np.float32)
+        waits = held_back(plan, slots, num_kept, asked.asks, table, self._cache)
+        self._ask(slots[waits], waits[waits], asked.asks, now)
+        is_told = (num_kept > 0) & ~waits
         out: list[tuple[Endpoint, Message]] = []
         for state in self._drafters.values():
-            mine = (num_kept > 0) & (table.drafter_index[slots] == state.index)
+            mine = is_told & (table.drafter_index[slots] == state.index)
             if not mine.any():
                 continue
             chosen = np.flatnonzero(mine)

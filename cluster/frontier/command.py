@@ -133,13 +133,16 @@ class Run:
 
     def _warm_up(self, cells: Sequence[Cell], cluster: Running | None) -> None:
         """Everybody who is measured serves a little first: the first requests of a process meet cold caches."""
-        requests = self._setup.requests[: 2 * WARM_UP_STREAMS]
-        short = [type(one)(one.kind, one.prompt, WARM_UP_TOKENS, one.seed) for one in requests]
         for label in dict.fromkeys(cell.label for cell in cells):
-            samples = self._server(label, cluster).serve(short, WARM_UP_STREAMS, 0.0)
-            errors = [sample.error for sample in samples if sample.error]
-            if errors:
-                raise CommandError(f"{label}: {errors[0]}")
+            self._serve_a_little(label, self._server(label, cluster), 2 * WARM_UP_STREAMS)
+
+    def _serve_a_little(self, label: str, server: Server, num_requests: int) -> None:
+        requests = self._setup.requests[:num_requests]
+        short = [type(one)(one.kind, one.prompt, WARM_UP_TOKENS, one.seed) for one in requests]
+        samples = server.serve(short, WARM_UP_STREAMS, 0.0)
+        errors = [sample.error for sample in samples if sample.error]
+        if errors:
+            raise CommandError(f"{label}: {errors[0]}")
 
     def _server(self, label: str, cluster: Running | None) -> Server:
         """With the contender's policy in force."""
@@ -154,6 +157,8 @@ class Run:
     def _measure(self, cell: Cell, cluster: Running | None) -> dict[str, Any]:
         server = self._server(cell.label, cluster)
         requests = self._setup.requests[: self._setup.num_requests[cell.concurrency]]
+        # Whom the contender before did not use has slept since: a drafter, and what of it was in memory and caches.
+        self._serve_a_little(cell.label, server, WARM_UP_STREAMS)
         before = machine.load(machine.CELL_SAMPLE_S)
         samples = server.serve(requests, cell.concurrency, cell.temperature)
         is_peer = self._setup.contender(cell.label).is_peer

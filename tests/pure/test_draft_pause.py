@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from actors.core.draft_pause import (
     CHECK_EVERY,
     KEPT_ROWS,
+    LONGEST_PAUSE,
     MARGIN,
     MIN_PAUSE,
     MIN_ROWS,
@@ -48,14 +49,66 @@ def test_a_crowd_stops_the_drafting_within_a_few_steps() -> None:
     assert run.events[-1] == "pause" and run.asked[-1] == 0
 
 
+@pytest.mark.parametrize("alone", range(40, 40 + CHECK_EVERY))
+def test_a_crowd_that_comes_at_once_is_judged_at_once(alone: int) -> None:
+    run = Run(DraftPause(measured()))
+    run.go(alone, 1)
+    run.go(1, 32)
+    assert run.events[-1] == "pause" and run.asked[-1] == 0
+
+
 def test_most_steps_of_a_crowd_draft_nothing_and_a_probe_is_for_few_rows() -> None:
     run = Run(DraftPause(measured()))
     run.go(1000, 32)
     late = run.asked[20:]
     assert set(late) == {0, MIN_ROWS}
-    assert late.count(MIN_ROWS) <= len(late) / PROBE_EVERY + 1
-    assert run.events.count("probe") == run.asked.count(MIN_ROWS) >= 20
+    assert run.events.count("probe") == run.asked.count(MIN_ROWS)
     assert run.events.count("pause") == 1
+
+
+def test_probes_that_find_nothing_new_become_rarer_up_to_a_bound() -> None:
+    run = Run(DraftPause(measured()))
+    run.go(2000, 32)
+    gaps = np.diff([step for step, event in enumerate(run.events) if event == "probe"])
+    waits = (gaps - LAG_STEPS).tolist()
+    assert waits[:3] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, LONGEST_PAUSE]
+    assert set(waits[3:]) == {LONGEST_PAUSE}
+
+
+def test_another_load_makes_probes_frequent_again() -> None:
+    run = Run(DraftPause(measured()))
+    run.go(1000, 32)
+    run.go(400, 24)
+    probes = np.flatnonzero([event == "probe" for event in run.events[1000:]])
+    assert probes[0] == 0, "the load is another: what was found holds no longer"
+    assert (np.diff(probes)[:2] - LAG_STEPS).tolist() == [PROBE_EVERY, 2 * PROBE_EVERY]
+
+
+def test_a_gain_that_goes_on_rising_is_looked_at_often_and_one_rise_is_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(DraftPause(measured()))
+    run.go(1000, 32)
+    gains = iter([0.5, 0.6, 0.5, 0.6, 0.7, 0.8, 0.8])
+    monkeypatch.setattr("actors.core.draft_pause.drafting_gain", lambda *_: next(gains))
+    probes = []
+    while len(probes) < 8:
+        run.until(lambda: run.events[-1] == "probe", 32)
+        probes.append(run.step)
+        run.go(1, 32)
+    waits = (np.diff(probes) - LAG_STEPS).tolist()
+    assert waits[:4] == [LONGEST_PAUSE] * 4
+    assert waits[4:6] == [PROBE_EVERY] * 2 and waits[6] == 2 * PROBE_EVERY
+
+
+def test_a_pause_after_drafting_again_begins_with_the_shortest_wait() -> None:
+    run = Run(DraftPause(measured()))
+    run.go(1000, 32)
+    run.until(lambda: not run.pause.is_paused, 1)
+    run.until(lambda: run.pause.is_paused, 32)
+    paused = run.step
+    run.until(lambda: run.events[-1] == "probe", 32)
+    assert run.step - paused <= PROBE_EVERY
 
 
 # --- no absorbing state (C31) -----------------------------------------------------------------------------------------
@@ -84,7 +137,7 @@ def test_acceptance_that_recovers_is_found_within_a_bound(num_rounds: int) -> No
     steps = run.until(lambda: not run.pause.is_paused, num_rounds)
     probe = -(-MIN_ROWS // num_rounds)
     # In the worst case a probe under way has seen the old acceptance.
-    assert steps <= PROBE_EVERY + 2 * (probe + LAG_STEPS) + 1
+    assert steps <= LONGEST_PAUSE + 2 * (probe + LAG_STEPS) + 1
     assert run.events[-1] == "resume" and run.asked[-1] == num_rounds
 
 
@@ -101,11 +154,11 @@ def test_probes_whose_blocks_never_come_are_repeated() -> None:
     run = Run(DraftPause(measured()))
     run.until(lambda: run.pause.is_paused, 32)
     probes = 0
-    for _ in range(10 * PROBE_EVERY):
+    for _ in range(4 * LONGEST_PAUSE):
         choice = run.pause.choose(facts(32, run.step))
         probes += choice.event == "probe"
         run.step += 1
-    assert probes >= 8 and run.pause.is_paused
+    assert probes >= 4 and run.pause.is_paused
     run.until(lambda: not run.pause.is_paused, 1)
 
 
@@ -114,7 +167,7 @@ def test_all_rows_take_their_turns_as_probes() -> None:
     run = Run(pause)
     run.until(lambda: pause.is_paused, 20)
     seen = np.zeros(20, int)
-    for _ in range(6 * PROBE_EVERY):
+    for _ in range(2 * LONGEST_PAUSE):
         choice = pause.choose(facts(20, run.step))
         seen += choice.asks
         run.step += 1
@@ -146,7 +199,7 @@ def test_between_the_margins_nothing_changes(gain: float, monkeypatch: pytest.Mo
     run.go(200, 32)
     assert run.pause.is_paused and "resume" not in run.events
     monkeypatch.setattr("actors.core.draft_pause.drafting_gain", lambda *_: 1.0 + 2 * MARGIN)
-    run.go(PROBE_EVERY + LAG_STEPS + 1, 32)
+    run.go(LONGEST_PAUSE + LAG_STEPS + 1, 32)
     assert not run.pause.is_paused
 
 

@@ -1,4 +1,4 @@
-"""A rank whose drafting does not pay: nobody is asked, waited for or called late, and contexts stay whole."""
+"""A rank whose drafting does not pay: nobody is asked, waited for or called late, and contexts catch up in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.pure.scripted_drafter import DRAFTER, ScriptedDrafter, endpoint, orac
 CROWD = 24
 
 
-def crowded(crowd: int = CROWD, max_new: int = 90, **sampling: object) -> Session:
+def crowded(
+    crowd: int = CROWD, max_new: int = 90, *, has_cache: bool = True, **sampling: object
+) -> Session:
     """A session of many streams, run until its rank has stopped asking for blocks."""
     rank = make_rank(
         lagged(),
@@ -26,6 +28,7 @@ def crowded(crowd: int = CROWD, max_new: int = 90, **sampling: object) -> Sessio
         max_waiting=40,
         max_batch_tokens=256,
         max_model_len=256,
+        prefix_cache=has_cache,
     )
     session = Session(rank)
     for i in range(crowd):
@@ -55,7 +58,7 @@ def commits(session: Session, since: int = 0) -> list[CommitBatch]:
     return [m for _, m in session.sent[since:] if isinstance(m, CommitBatch)]
 
 
-def test_in_a_pause_nobody_is_asked_waited_for_or_late_and_features_go_on() -> None:
+def test_in_a_pause_nobody_is_asked_waited_for_late_or_fed() -> None:
     session = crowded()
     rank, since = session.rank, len(session.sent)
     late = rank.counters.num_late
@@ -67,10 +70,51 @@ def test_in_a_pause_nobody_is_asked_waited_for_or_late_and_features_go_on() -> N
         assert (rank.report.budget_rule, rank.report.draft_wait_s) == ("drafting_paused", 0.0)
     assert rank.counters.num_late == late
     assert rank.counters.num_unasked == CROWD * MIN_PAUSE
+    assert commits(session, since) == []
+
+
+def test_a_row_is_told_of_what_was_held_back_before_its_probe_and_others_are_not() -> None:
+    session = crowded()
+    since = len(session.sent)
+    while not session.rank.counters.num_draft_probes:
+        session.step()
+    (told,) = commits(session, since)
+    assert told.wants_block.all() and len(told.request_ids) == MIN_ROWS
+    assert np.diff(told.cu_feature_len).min() >= PROBE_EVERY
+
+
+def test_no_context_lacks_more_than_a_bound_however_long_the_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.core.draft_feed.MOST_HELD_BACK", 10)
+    session = crowded()
+    table, since = session.rank.book.table, len(session.sent)
+    for _ in range(MIN_PAUSE + 10):
+        session.step()
+        lacking = (table.committed_len - 1 - table.draft_len)[table.is_running]
+        assert lacking.max() < 10
+    sizes = [np.diff(batch.cu_feature_len) for batch in commits(session, since)]
+    assert not any(batch.wants_block.any() for batch in commits(session, since))
+    assert {int(size) for size in np.concatenate(sizes)} == {10}, "told of ten at once"
+
+
+def test_without_a_cache_of_features_every_step_is_told() -> None:
+    session = crowded(has_cache=False)
+    since = len(session.sent)
+    for _ in range(MIN_PAUSE):
+        session.step()
     told = commits(session, since)
     assert len(told) == MIN_PAUSE
-    assert not any(batch.wants_block.any() for batch in told)
     assert all(len(batch.request_ids) == CROWD == len(batch.features) for batch in told)
+
+
+def test_rows_whose_drafts_were_verified_are_told_of_it_in_a_pause_too() -> None:
+    session = crowded()
+    last = session.decisions[-1]
+    told = commits(session)[-1]
+    assert pause_of(session).is_paused and last.verify_len.any()
+    verified = {r for r, n in zip(last.request_ids, last.verify_len, strict=True) if n}
+    assert verified <= set(told.request_ids) and not told.wants_block.any()
 
 
 def test_every_stream_is_the_oracles_through_pauses_and_probes() -> None:
@@ -128,15 +172,14 @@ def test_when_the_crowd_has_gone_the_last_stream_is_drafted_for_again() -> None:
     assert session.streams["r0"].tokens == oracle([0, 3, 1], 200)[0]
 
 
-def test_requests_that_join_during_a_pause_are_fed_but_not_drafted_for() -> None:
+def test_requests_that_join_during_a_pause_are_not_drafted_for() -> None:
     session = crowded()
     since = len(session.sent)
     prior = oracle([9, 9], 50)[0][:20]
     session.submit(admitted("new", [5, 4], 30))
     session.submit(admitted("replayed", [9, 9, *prior], 50, num_prior=20, generation=2))
     session.step()
-    batch = commits(session, since)[-1]
-    assert {"new", "replayed"} <= set(batch.request_ids) and not batch.wants_block.any()
+    assert not any(batch.wants_block.any() for batch in commits(session, since))
     session.step()
     assert session.rank.counters.num_late == 0
     session.run()
@@ -154,7 +197,9 @@ def test_only_a_new_incarnation_of_the_drafter_ends_the_pause(epoch: str) -> Non
         session.drafter = ScriptedDrafter(me, 3, 0.3, random.Random(1))
     since = len(session.sent)
     session.step()
-    assert commits(session, since)[-1].wants_block.all() == (epoch != DRAFTER.epoch)
+    told = commits(session, since)
+    assert bool(told) == (epoch != DRAFTER.epoch)
+    assert all(batch.wants_block.all() for batch in told)
     session.run()
     assert session.streams["r0"].tokens == oracle([0, 3, 1], 90)[0]
 
