@@ -23,7 +23,7 @@ from actors.core.row_table import Mask, RowTable, Slots
 
 Int32 = npt.NDArray[np.int32]
 
-MOST_HELD_BACK = 256  # tokens a context may lack; bounds what a row must catch up with before its next block
+MOST_HELD_BACK = 256  # tokens a row may have to catch up with before its next block
 _MOST_CAUGHT_UP_BYTES = 64 * 2**20  # of features in one message, beyond those of its own step
 
 

@@ -82,10 +82,10 @@ class DraftPause:
     is_paused: bool = False
     _seen: deque[tuple[int, Float32]] = field(default_factory=deque)  # step, rows with a block
     _next_check: int = 0
+    _at_rounds: int = 0  # rounds the last judgement was given for
     # --- while paused ---
     _patience: int = PROBE_EVERY  # steps from the last verdict to the next probe
     _paused_at: int = 0  # the step of the last verdict
-    _at_rounds: int = 0  # and the rounds it was given for; while drafting those of the last judgement
     _last_gain: float = 0.0  # that it rests on
     _num_rises: int = 0  # of verdicts in a row
     _left: int = 0  # rows the probe under way still asks for
