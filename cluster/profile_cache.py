@@ -8,10 +8,13 @@ import logging
 import os
 import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+import kernels
+from actors import engine
 from actors.core.step_samples import StepSamples
 from actors.engine.base import TargetSpec
 from configs.schema import ClusterConfig
@@ -19,12 +22,15 @@ from configs.schema import ClusterConfig
 log = logging.getLogger(__name__)
 
 FOLDER = Path("~/.cache/dspark-cluster/profiles")
+# Whose code a step runs through: another build's times are not this one's. Neither training nor drafters are in a step.
+_ENGINE, _KERNELS = (Path(str(package.__file__)).parent for package in (engine, kernels))
+SOURCES = (_ENGINE, _KERNELS, _KERNELS / "device")
 _COLUMNS = ("batch_tokens", "num_requests", "context_len")
 
 
 def profile_path(spec: TargetSpec, config: ClusterConfig, folder: Path = FOLDER) -> Path:
-    """Where the samples of this identity lie: the engine's own (weights, dtype, device, threads), this machine, and
-    every setting that decides which points are measured."""
+    """Where the samples of this identity lie: the engine's own (weights, dtype, device, threads), this machine, the
+    code that computes a step, and every setting that decides which points are measured."""
     return folder.expanduser() / f"{_identity(spec, config)}.json"
 
 
@@ -83,9 +89,19 @@ def keep_samples(path: Path, samples: StepSamples) -> bool:
     return True
 
 
+def code_identity(sources: tuple[Path, ...] = SOURCES) -> str:
+    """A hash of the modules in these folders, without those below them, and of the version of torch."""
+    digest = hashlib.sha256(version("torch").encode())
+    for folder in sources:
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _identity(spec: TargetSpec, config: ClusterConfig) -> str:
     facts = (
         spec.identity,
+        code_identity(),
         platform.node(),
         platform.machine(),
         os.cpu_count(),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actors.core.step_samples import StepSamples
-from cluster.profile_cache import cached_samples, profile_path, read_samples
+from cluster import profile_cache
+from cluster.profile_cache import cached_samples, code_identity, profile_path, read_samples
 from configs.schema import ClusterConfig
 from tests.pure.test_routing import TARGET_SPEC
 
@@ -78,6 +79,24 @@ def test_another_model_is_measured_again(tmp_path: Path) -> None:
     cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path)
     cached_samples(replace(TARGET_SPEC, identity="other"), CONFIG, meter, tmp_path)
     assert meter.num_calls == 2
+
+
+def test_another_build_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, sources = Meter(), tmp_path / "build"
+    sources.mkdir()
+    (sources / "step.py").write_text("rows = 16")
+    monkeypatch.setattr(profile_cache, "code_identity", lambda: code_identity((sources,)))
+    for _ in range(2):
+        cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path / "kept")
+    assert meter.num_calls == 1
+    (sources / "step.py").write_text("rows = 32")
+    cached_samples(TARGET_SPEC, CONFIG, meter, tmp_path / "kept")
+    assert meter.num_calls == 2
+
+
+def test_the_identity_of_the_code_covers_the_engine_and_the_kernels() -> None:
+    covered = {path.name for folder in profile_cache.SOURCES for path in folder.glob("*.py")}
+    assert {"target_engine.py", "packed_linear.py", "ragged_attention.py", "attention.py"} <= covered
 
 
 @pytest.mark.parametrize(
