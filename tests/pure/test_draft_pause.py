@@ -102,13 +102,15 @@ def test_a_gain_that_goes_on_rising_is_looked_at_often_and_one_rise_is_chance(
 
 
 def test_a_pause_after_drafting_again_begins_with_the_shortest_wait() -> None:
-    run = Run(DraftPause(measured()))
-    run.go(1000, 32)
-    run.until(lambda: not run.pause.is_paused, 1)
-    run.until(lambda: run.pause.is_paused, 32)
+    run = Run(DraftPause(measured(0.1, token_s=0.02)), confidence=0.02)
+    run.go(1000, 12)
+    run.confidence = 0.97
+    run.until(lambda: not run.pause.is_paused, 12)
+    run.confidence = 0.02
+    run.until(lambda: run.pause.is_paused, 12)
     paused = run.step
-    run.until(lambda: run.events[-1] == "probe", 32)
-    assert run.step - paused <= PROBE_EVERY
+    run.until(lambda: run.events[-1] == "probe", 12)
+    assert run.step - paused == PROBE_EVERY
 
 
 # --- no absorbing state (C31) -----------------------------------------------------------------------------------------

@@ -98,6 +98,15 @@ def test_no_context_lacks_more_than_a_bound_however_long_the_pause(
     assert {int(size) for size in np.concatenate(sizes)} == {10}, "told of ten at once"
 
 
+def test_a_prompt_is_told_piece_by_piece_as_it_is_computed() -> None:
+    session = Session(make_rank(lagged(), max_batch_tokens=16))
+    session.submit(admitted("a", list(range(40)), 30))
+    for _ in range(3):
+        session.step()
+    told = [np.diff(batch.cu_feature_len).tolist() for batch in commits(session)]
+    assert told == [[16], [16], [8]]
+
+
 def test_without_a_cache_of_features_every_step_is_told() -> None:
     session = crowded(has_cache=False)
     since = len(session.sent)
