@@ -24,6 +24,7 @@ from actors.core.row_table import Mask, RowTable, Slots
 Int32 = npt.NDArray[np.int32]
 
 MOST_HELD_BACK = 256  # tokens a row may have to catch up with before its next block
+MOST_SILENT_S = 60.0  # of a row; a drafter gives up contexts nobody speaks of for five minutes
 _MOST_CAUGHT_UP_BYTES = 64 * 2**20  # of features in one message, beyond those of its own step
 
 
@@ -41,7 +42,13 @@ class DraftFeed:
 
 
 def held_back(
-    plan: StepPlan, slots: Slots, num_kept: Int32, asks: Mask, table: RowTable, cache: PrefixCache
+    plan: StepPlan,
+    slots: Slots,
+    num_kept: Int32,
+    asks: Mask,
+    table: RowTable,
+    cache: PrefixCache,
+    now: float,
 ) -> Mask:
     """[R] rows of a step that no drafter needs to hear of yet: they get no block and their contexts lack little.
 
@@ -55,7 +62,8 @@ def held_back(
     lacking = table.committed_len[slots] - 1 - table.draft_len[slots]
     needless = table.is_running[slots] & ~asks[slots] & (plan.verify_len == 0)
     has_drafter = (num_kept > 0) & (table.drafter_index[slots] >= 0)
-    held: Mask = needless & has_drafter & (lacking < MOST_HELD_BACK)
+    is_recent = now - table.told_at[slots] < MOST_SILENT_S
+    held: Mask = needless & has_drafter & (lacking < MOST_HELD_BACK) & is_recent
     return held & cache.enabled
 
 

@@ -162,10 +162,10 @@ class DraftExchange:
         if len(rows):
             state.misses = 0
             answered = slots[rows]
-            state.observe(max(0.0, now - float(table.asked_at[answered].min())))
+            state.observe(max(0.0, now - float(table.told_at[answered].min())))
             table.store_drafts(batch, rows, answered)
             # A drafter answers in order: what was asked before this and is not here will hardly come.
-            overtaken = table.asked_at <= table.asked_at[answered].max()
+            overtaken = table.told_at <= table.told_at[answered].max()
             table.is_due[overtaken & (table.drafter_index == state.index)] = False
 
     def _well_formed(self, batch: ProposalBatch) -> bool:
@@ -196,7 +196,7 @@ class DraftExchange:
             mine = wanted & (table.drafter_index[slots] == state.index)
             if not mine.any() or not state.may_wait(step):
                 continue
-            asked_at = table.asked_at[slots[mine]]
+            asked_at = table.told_at[slots[mine]]
             if now >= asked_at.min() + self._max_wait_s:
                 state.miss(step, self._max_wait_s)
                 continue
@@ -236,8 +236,8 @@ class DraftExchange:
         slots = np.array([request.slot for request in rows], np.intp)
         if features is None:  # a target without taps, for a drafter that only reads tokens
             features = np.zeros((plan.batch_tokens, 0), np.float32)
-        waits = held_back(plan, slots, num_kept, asked.asks, table, self._cache)
-        self._ask(slots[waits], waits[waits], asked.asks, now)
+        waits = held_back(plan, slots, num_kept, asked.asks, table, self._cache, now)
+        table.is_unasked[slots[waits]] = True
         is_told = (num_kept > 0) & ~waits
         out: list[tuple[Endpoint, Message]] = []
         for state in self._drafters.values():
@@ -273,7 +273,7 @@ class DraftExchange:
         wants: Mask = asks[slots] & is_whole
         table.wants_draft[slots] = table.is_due[slots] = wants
         table.is_unasked[slots] = table.is_running[slots] & is_whole & ~wants
-        table.asked_at[slots] = now
+        table.told_at[slots] = now
         return wants
 
     def close(self, request: Request) -> None:

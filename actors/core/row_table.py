@@ -61,7 +61,7 @@ class RowTable:
         self.is_unasked: Mask = np.zeros(
             num_slots, np.bool_
         )  # it could use one; none was asked for
-        self.asked_at = np.zeros(num_slots, np.float64)  # seconds
+        self.told_at = np.zeros(num_slots, np.float64)  # s; the drafter, and asked if at all
         self.drafter_index = np.full(num_slots, -1, np.int64)
         self.draft_len = np.zeros(num_slots, np.int32)  # tokens whose features its drafter was told
         # --- the draft it has ---

@@ -7,9 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from actors.core.draft_feed import MOST_SILENT_S
 from actors.core.draft_pause import LAG_STEPS, MIN_PAUSE, MIN_ROWS, PROBE_EVERY, DraftPause
 from actors.core.local_policy import LocalPolicy
 from actors.core.messages import AbortRequest, CommitBatch
+from actors.drafter import EXPIRE_AFTER_S
 from tests.pure.draft_load import measured
 from tests.pure.rank_harness import Session, admitted, make_rank
 from tests.pure.scripted_drafter import DRAFTER, ScriptedDrafter, endpoint, oracle
@@ -96,6 +98,20 @@ def test_no_context_lacks_more_than_a_bound_however_long_the_pause(
     sizes = [np.diff(batch.cu_feature_len) for batch in commits(session, since)]
     assert not any(batch.wants_block.any() for batch in commits(session, since))
     assert {int(size) for size in np.concatenate(sizes)} == {10}, "told of ten at once"
+
+
+def test_no_row_is_passed_over_for_so_long_that_its_drafter_forgets_it() -> None:
+    assert 2 * MOST_SILENT_S < EXPIRE_AFTER_S, "a step may take long"
+    session = crowded()
+    for _ in range(4):
+        session.step()
+    since = len(session.sent)
+    session.now += MOST_SILENT_S
+    session.step()
+    (told,) = commits(session, since)
+    assert len(told.request_ids) == CROWD and not told.wants_block.any()
+    session.step()
+    assert len(commits(session, since)) == 1
 
 
 def test_a_prompt_is_told_piece_by_piece_as_it_is_computed() -> None:
