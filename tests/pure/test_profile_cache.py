@@ -96,7 +96,12 @@ def test_another_build_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_identity_of_the_code_covers_the_engine_and_the_kernels() -> None:
     covered = {path.name for folder in profile_cache.SOURCES for path in folder.glob("*.py")}
-    assert {"target_engine.py", "packed_linear.py", "ragged_attention.py", "attention.py"} <= covered
+    assert {
+        "target_engine.py",
+        "packed_linear.py",
+        "ragged_attention.py",
+        "attention.py",
+    } <= covered
 
 
 @pytest.mark.parametrize(
