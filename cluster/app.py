@@ -296,4 +296,5 @@ def make_front(
             ingress.host_names,
         ),
         ask_cluster,
+        ingress.keep_alive_s,
     )

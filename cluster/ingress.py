@@ -61,6 +61,7 @@ class Front:
         ask_ranks: what the ranks kept of a response's rounds.
         access: who may call.
         ask_cluster: what the metrics and the live page show of other processes; None: nothing of them.
+        keep_alive_s: silence of a streamed answer after which a comment is sent.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Front:
         ask_ranks: AskRanks,
         access: Access | None = None,
         ask_cluster: AskCluster | None = None,
+        keep_alive_s: float = 15.0,
     ) -> None:
         self.access = access or Access()
         self.model = model
@@ -83,7 +85,7 @@ class Front:
             watch_routes.front_snapshot, self.metrics, dispatcher, self.access.keys, self.meter
         )
         self.observer = Observer(dispatcher.link.endpoint.name, counters, ask_cluster)
-        self._request_timeout_s = request_timeout_s
+        self._request_timeout_s, self._keep_alive_s = request_timeout_s, keep_alive_s
         self.ask_ranks = ask_ranks
 
     async def chat(self, request: Request) -> Response:
@@ -139,7 +141,8 @@ class Front:
             trace.end(outcome_of(answers))
 
         if parsed.stream:
-            return SseResponse(event_stream(answers, envelope, self.intake.codec), close)
+            events = event_stream(answers, envelope, self.intake.codec)
+            return SseResponse(events, close, self._keep_alive_s)
         try:
             whole = whole_answer(answers, envelope, self.intake.codec)
             return JSONResponse(await unless_disconnected(request, whole))

@@ -45,6 +45,12 @@ class IngressConfig(Section):
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest a request may take, in seconds."
     )
+    keep_alive_s: float = Field(
+        15.0,
+        ge=0,
+        description="Silence of a streamed answer after which it sends a comment, so that proxies do not cut it, in "
+        "seconds; 0 = never.",
+    )
     max_stop_strings: int = Field(16, ge=1, description="Stop strings one request may carry.")
     reservation_timeout_s: float = Field(
         5.0, gt=0, description="Longest the ingress waits for a rank's answer, seconds."

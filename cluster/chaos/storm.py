@@ -29,6 +29,7 @@ class Weather:
         kills: faults of each kind.
         seconds: after so long no further fault strikes.
         at_once: faults that may be on at the same time.
+        rest_s: seconds without another fault after each one is over: time for streams to get on.
     """
 
     kinds: tuple[str, ...]
@@ -37,6 +38,7 @@ class Weather:
     seed: int
     seconds: float
     at_once: int
+    rest_s: float = 0.0
 
 
 async def storm(
@@ -99,6 +101,7 @@ async def strike_all(
         for task in [task for task in running if task.done()]:
             running.remove(task)
             task.result()  # an error of ours ends the storm
+            not_before = max(not_before, time.monotonic() + weather.rest_s)
             progress()
         await asyncio.sleep(TICK_S)
         if len(running) >= weather.at_once or time.monotonic() < not_before or not load.num_live:

@@ -49,6 +49,13 @@ def add_options(chaos: argparse.ArgumentParser) -> None:
         "--at-once", type=_count, default=3, help="faults on at the same time (default 3)"
     )
     chaos.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="without another fault after each one is over (default 0)",
+    )
+    chaos.add_argument(
         "--out", default=str(DEFAULT_OUT), metavar="DIR", help="histories (default %(default)s)"
     )
     chaos.add_argument(
@@ -125,6 +132,7 @@ def _storm(
         arguments.seed,
         arguments.seconds * share,
         arguments.at_once,
+        arguments.rest,
     )
     faults = plan(kinds, arguments.kills, arguments.seed)
     with launched_cluster(config) as cluster, path.open("w", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.connection import ClientGone, SseResponse, unless_disconnected
+from cluster.connection import COMMENT, ClientGone, SseResponse, unless_disconnected
 
 Message = dict[str, Any]
 
@@ -158,3 +158,56 @@ async def test_a_streamed_answer_that_is_cancelled_while_it_ends_is_closed_all_t
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert closed == ["closed"]
+
+
+async def test_while_a_stream_waits_comments_keep_its_connection() -> None:
+    sent, enough = list[Message](), asyncio.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: x\n\n"
+        await enough.wait()
+        yield b"data: y\n\n"
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if [one.get("body") for one in sent].count(COMMENT) == 3:
+            enough.set()
+
+    response = SseResponse(events(), lambda: None, keep_alive_s=0.001)
+    await response({"type": "http"}, Connection().receive, send)
+    assert sent[0]["type"] == "http.response.start"
+    bodies = [one["body"] for one in sent[1:]]
+    assert bodies[0] == b"data: x\n\n" and set(bodies[1:4]) == {COMMENT}
+    assert [body for body in bodies if body != COMMENT] == [b"data: x\n\n", b"data: y\n\n", b""]
+    assert bodies[-1] == b"" and not sent[-1]["more_body"]
+    assert all(one["more_body"] for one in sent[1:-1])
+
+
+async def test_nothing_is_sent_before_the_headers_are() -> None:
+    sent, is_closed = list[Message](), asyncio.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: x\n\n"
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(0.02)
+        sent.append(message)
+
+    response = SseResponse(events(), is_closed.set, keep_alive_s=0.001)
+    await response({"type": "http"}, Connection().receive, send)
+    assert sent[0]["type"] == "http.response.start" and is_closed.is_set()
+
+
+async def test_without_a_time_no_comment_is_ever_sent() -> None:
+    sent = list[Message]()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: x\n\n"
+        await asyncio.sleep(0.02)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await SseResponse(events(), lambda: None)({"type": "http"}, Connection().receive, send)
+    assert [one["body"] for one in sent[1:]] == [b"data: x\n\n", b""]

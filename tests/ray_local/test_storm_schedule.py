@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -67,6 +68,24 @@ async def test_all_strike_and_no_more_at_once_than_asked() -> None:
 async def test_one_kind_alone_strikes_one_after_the_other() -> None:
     injector, num_over = await strike(plan(["rank"], 5, seed=1), weather(at_once=4))
     assert (injector.most_at_once, num_over) == (1, 5)
+
+
+async def test_after_each_one_streams_are_left_alone_for_as_long_as_asked() -> None:
+    class Timed(ScriptedInjector):
+        ended_s = 0.0
+        rests: list[float] = []
+
+        async def strike(self, fault: Fault) -> None:
+            self.rests.append(time.monotonic() - self.ended_s)
+            await super().strike(fault)
+            self.ended_s = time.monotonic()
+
+    injector: Any = Timed()
+    load: Any = ScriptedLoad()
+    await strike_all(
+        plan(["rank"], 4, seed=1), injector, load, weather(at_once=1, rest_s=0.03), lambda: None
+    )
+    assert len(injector.rests) == 4 and min(injector.rests[1:]) >= 0.03
 
 
 async def test_when_the_time_is_over_the_rest_is_left_out() -> None:
