@@ -21,6 +21,7 @@ TOKEN = Path("~/.ray/auth_token")
 ENTER = ". ~/dspark/setup/node.sh"  # what every command on a node begins with
 # Addresses for documentation (RFC 5737): whoever left them there has not edited the file.
 PLACEHOLDERS = ("192.0.2.", "198.51.100.", "203.0.113.")
+KEY_FIELDS = ("ssh_private_key", "ssh_public_key")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,25 @@ class LauncherFile:
         for name, text in found._texts():
             if text.startswith(PLACEHOLDERS) or "EDIT-ME" in text:
                 raise CommandError(f"{path}: {name} is still {text!r}; put your own there")
+        found._require_login()
         return found
+
+    def _require_login(self) -> None:
+        """Raises CommandError when the user or the key for the machines is lacking: Ray would show a traceback."""
+        auth = self.values.get("auth", {})
+        if not isinstance(auth, dict) or (self.is_local and not auth.get("ssh_user")):
+            raise CommandError(
+                f"{self.path}: auth.ssh_user is missing; name the user that opens the machines by ssh"
+            )
+        for field in (name for name in KEY_FIELDS if name in auth):
+            try:
+                Path(str(auth[field])).expanduser().open("rb").close()
+            except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who is not known
+                cause = getattr(error, "strerror", None) or error
+                raise CommandError(
+                    f"{self.path}: auth.{field}: {auth[field]} cannot be read ({cause}); "
+                    "name the key file that opens the machines by ssh, or make it with ssh-keygen"
+                ) from error
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         def walk(value: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -128,6 +128,18 @@ def test_a_bad_setting_is_refused_before_anything_is_sent(cluster: Cluster, file
     assert cluster.calls == []
 
 
+def test_a_key_that_is_not_there_is_one_line_before_anything_is_sent(
+    cluster: Cluster, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(Path(file).read_text())
+    values["auth"]["ssh_private_key"] = "~/.ssh/none"
+    Path(file).write_text(yaml.safe_dump(values))
+    assert main(["deploy", "--cluster", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "auth.ssh_private_key: ~/.ssh/none" in line and "ssh-keygen" in line
+    assert cluster.calls == []
+
+
 def test_down_ends_the_deployment_then_the_head_then_the_workers(
     cluster: Cluster, file: str
 ) -> None:

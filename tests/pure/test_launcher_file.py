@@ -69,6 +69,30 @@ def test_an_unreadable_file_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("field", ["ssh_private_key", "ssh_public_key"])
+def test_a_key_that_is_not_there_is_refused_in_one_line(tmp_path: Path, field: str) -> None:
+    key = tmp_path / "key"
+    path = written(tmp_path, VALUES | {"auth": {"ssh_user": "me", field: str(key)}})
+    with pytest.raises(CommandError, match=rf"auth\.{field}: {key} .*ssh-keygen") as refused:
+        LauncherFile.read(path)
+    assert "\n" not in str(refused.value)
+    key.touch()
+    LauncherFile.read(path)
+
+
+@pytest.mark.parametrize("key", ["~nobody-of-that-name/key", None])
+def test_a_key_that_cannot_be_named_so_is_refused(tmp_path: Path, key: object) -> None:
+    values = VALUES | {"auth": {"ssh_user": "me", "ssh_private_key": key}}
+    with pytest.raises(CommandError, match=r"auth\.ssh_private_key"):
+        LauncherFile.read(written(tmp_path, values))
+
+
+@pytest.mark.parametrize("auth", [{}, {"ssh_user": None}, "me"])
+def test_machines_of_our_own_need_a_user(tmp_path: Path, auth: object) -> None:
+    with pytest.raises(CommandError, match=r"auth\.ssh_user is missing; name"):
+        LauncherFile.read(written(tmp_path, VALUES | {"auth": auth}))
+
+
 def test_a_mount_that_is_not_there_says_what_makes_it(tmp_path: Path) -> None:
     values = VALUES | {"file_mounts": {"~/dspark/setup": str(tmp_path / "dist")}}
     with pytest.raises(CommandError, match="make dist"):
@@ -135,12 +159,16 @@ def test_a_worker_is_reached_as_ray_reaches_it(
 ) -> None:
     ray = Ray("")
     monkeypatch.setattr(launcher_file.subprocess, "run", ray)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = tmp_path / ".ssh" / "k"
+    key.parent.mkdir()
+    key.touch()
     auth = {"ssh_user": "me", "ssh_private_key": "~/.ssh/k"}
     file = LauncherFile.read(written(tmp_path, VALUES | {"auth": auth}))
     file.on_worker("10.0.0.2", "ray stop")
     command = ray.commands[0]
     assert command[-2:] == ["me@10.0.0.2", ". ~/dspark/setup/node.sh; ray stop"]
-    assert command[command.index("-i") + 1] == str(Path("~/.ssh/k").expanduser())
+    assert command[command.index("-i") + 1] == str(key)
     ray.code = 255
     with pytest.raises(CommandError, match=r"10\.0\.0\.2: ray stop: no way"):
         file.on_worker("10.0.0.2", "ray stop")
