@@ -15,6 +15,7 @@ from cluster.console import CommandError
 from cluster.launcher_file import LauncherFile
 from cluster.model_share import digest_of
 
+ONPREM = Path(__file__).parents[2] / "configs" / "ray_up" / "onprem.yaml"
 NODES = [
     {"address": "10.0.0.1", "name": "h0", "CPU": 0, "GPU": 0, "offers": "ingress"},
     {"address": "10.0.0.2", "name": "h1", "CPU": 2, "GPU": 0, "offers": "target"},
@@ -137,6 +138,18 @@ def test_a_key_that_is_not_there_is_one_line_before_anything_is_sent(
     assert main(["deploy", "--cluster", file]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "auth.ssh_private_key: ~/.ssh/none" in line and "ssh-keygen" in line
+    assert cluster.calls == []
+
+
+def test_a_bundled_file_whose_user_was_not_edited_is_refused_before_anything_is_sent(
+    cluster: Cluster, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(ONPREM.read_text())
+    values["provider"] |= {"head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}
+    Path(file).write_text(yaml.safe_dump(values))
+    assert main(["deploy", "--cluster", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "auth.ssh_user is still 'EDIT-ME'; put your own there" in line
     assert cluster.calls == []
 
 
