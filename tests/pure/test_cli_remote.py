@@ -32,6 +32,7 @@ class Cluster:
         self.sent: dict[str, Any] = {}
         self.nodes = [NODES[:1], NODES]  # what successive looks find
         self.broken_worker = ""
+        self.aloud: set[str] = set()  # commands on the head that are listened to
 
     def ray(self, _file: LauncherFile, command: str, *arguments: str, **_: Any) -> str:
         self.calls.append((command, *arguments))
@@ -39,8 +40,9 @@ class Cluster:
             self.sent = yaml.safe_load(Path(arguments[0]).read_text())
         return ""
 
-    def on_head(self, _file: LauncherFile, *command: str) -> dict[str, Any]:
+    def on_head(self, _file: LauncherFile, *command: str, aloud: bool = False) -> dict[str, Any]:
         self.calls.append(("head", *command))
+        self.aloud |= {command[0]} if aloud else set()
         if command[0] == "status":
             nodes = self.nodes.pop(0) if len(self.nodes) > 1 else self.nodes[0]
             return {"deployed": False, "nodes": nodes}
@@ -121,7 +123,10 @@ def test_deploy_sends_settings_as_they_were_written_and_the_models_folder(
         *("head", "deploy", "--cluster", "auto", "--config", "~/dspark/deploy.yaml"),
         *("--room-seconds", "30"),
     )
-    assert last_object(capsys)["endpoint"] == "http://10.0.0.1:8000/v1"
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["endpoint"] == "http://10.0.0.1:8000/v1"
+    assert cluster.aloud == {"deploy"}  # it takes minutes
+    assert "copying the settings" in printed.err and "deploying from the head" in printed.err
 
 
 def test_a_bad_setting_is_refused_before_anything_is_sent(cluster: Cluster, file: str) -> None:
