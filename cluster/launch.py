@@ -87,6 +87,8 @@ def launch(
     global _running
     if _running is not None:
         raise LaunchError("a cluster is already running in this process; call shutdown() first")
+    if config.ingress.warning:
+        progress(f"WARNING: {config.ingress.warning}")
     parts = parts or Parts.real()
     session = RaySession(address, NAMESPACE)
     running = _running = _Running(parts, session, Members(parts, outlives, room_timeout_s))
@@ -169,6 +171,8 @@ def start_members(config: ClusterConfig, parts: Parts) -> ClusterConfig:
         if found.deployment.settings == shared.model_dump(mode="json"):
             return shared
         _require_nothing_deployed()
+    if shared.ingress.warning:
+        log.warning(shared.ingress.warning)
     session, members = RaySession(None, NAMESPACE), Members(parts, outlives=True)
     try:
         parts.fetch_model(config)

@@ -69,3 +69,48 @@ def test_every_long_step_is_named_before_it_is_taken(monkeypatch: pytest.MonkeyP
         "starting the ingress",
         "ingress ready at http://127.0.0.1:1/v1",
     ]
+
+
+KEY = {"name": "me", "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-box"])
+def test_an_endpoint_that_everybody_may_use_is_one_warning(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ClusterConfig.model_validate({"ingress": {"host": host}})
+    first, *others = started(config, monkeypatch)
+    assert first.startswith(f"WARNING: ingress.host={host} ")
+    assert "name keys in ingress.api_keys, or set ingress.host=127.0.0.1" in first
+    assert not any("WARNING" in line for line in others)
+
+
+@pytest.mark.parametrize(
+    "ingress",
+    [
+        {"host": "127.0.0.1"},
+        {"host": "::1"},
+        {"host": "localhost"},
+        {"host": "0.0.0.0", "api_keys": [KEY]},
+    ],
+)
+def test_loopback_and_keys_need_no_warning(
+    ingress: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = started(ClusterConfig.model_validate({"ingress": ingress}), monkeypatch)
+    assert not any("WARNING" in line for line in lines)
+
+
+def test_serves_own_start_logs_the_same_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher, "RaySession", Session)
+    monkeypatch.setattr(launcher, "Members", Members)
+    monkeypatch.setattr(launcher, "find", lambda _parts: None)
+    monkeypatch.setattr(launcher, "_await_ready", lambda *_: None)
+    parts = Parts(never, never, never, never, lambda: None)
+    for keys in ([], [KEY]):
+        config = {"ingress": {"host": "0.0.0.0", "api_keys": keys}}
+        launcher.start_members(ClusterConfig.model_validate(config), parts)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "name keys in ingress.api_keys" in record.getMessage()
