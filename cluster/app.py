@@ -57,12 +57,6 @@ def run_ingress(config: ClusterConfig) -> str:
     Raises:
         IngressStartError: the port is taken, or the replicas do not come up.
     """
-    if not config.ingress.is_loopback and not config.ingress.api_keys:
-        logger.warning(
-            "ingress.host=%s can be reached from other machines and ingress.api_keys names no key: "
-            "everybody who reaches it may use it",
-            config.ingress.host,
-        )
     _check_port_is_free(config.ingress.host, config.ingress.port)
     from ray import serve
 

@@ -87,6 +87,8 @@ def launch(
     global _running
     if _running is not None:
         raise LaunchError("a cluster is already running in this process; call shutdown() first")
+    if config.ingress.warning:
+        progress(f"WARNING: {config.ingress.warning}")
     parts = parts or Parts.real()
     session = RaySession(address, NAMESPACE)
     running = _running = _Running(parts, session, Members(parts, outlives, room_timeout_s))
@@ -114,12 +116,14 @@ def _bring_up(config: ClusterConfig, running: _Running, note: Progress) -> str:
     parts.fetch_model(config)
     # Serve reads it when it is imported.
     os.environ.update(parts.environment(config) if session.is_local else parts.node_environment())
+    note("starting Ray" if session.is_local else "joining Ray")
     session.open(plan_placement(config, os.cpu_count() or 1).num_cpus + INGRESS_CPUS)
     note("Ray is up")
     if not session.is_local:
         _require_nothing_deployed()
     config, deployment = _bring_members_up(config, session, members, note)
     running.ingress_started = True
+    note("starting the ingress")
     try:
         answered = parts.run_ingress(config)
     except IngressStartError:
@@ -141,6 +145,7 @@ def _bring_members_up(
         placement, host = plan_placement(config, *session.shape()), None
         config, folders = members.parts.share_models(config)
         members.share(folders)
+    note(f"waiting for room for {len(placement.bundles)} ranks")
     members.reserve(placement, grows=not session.is_local)
     deployment = Deployment.of(
         config, len(placement.pools), session.node_address, is_local=session.is_local
@@ -166,6 +171,8 @@ def start_members(config: ClusterConfig, parts: Parts) -> ClusterConfig:
         if found.deployment.settings == shared.model_dump(mode="json"):
             return shared
         _require_nothing_deployed()
+    if shared.ingress.warning:
+        log.warning(shared.ingress.warning)
     session, members = RaySession(None, NAMESPACE), Members(parts, outlives=True)
     try:
         parts.fetch_model(config)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.console import CommandError
+from cluster.console import CommandError, note
 
 TOKEN = Path("~/.ray/auth_token")
 ENTER = ". ~/dspark/setup/node.sh"  # what every command on a node begins with
 # Addresses for documentation (RFC 5737): whoever left them there has not edited the file.
 PLACEHOLDERS = ("192.0.2.", "198.51.100.", "203.0.113.")
+KEY_FIELDS = ("ssh_private_key", "ssh_public_key")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,25 @@ class LauncherFile:
         for name, text in found._texts():
             if text.startswith(PLACEHOLDERS) or "EDIT-ME" in text:
                 raise CommandError(f"{path}: {name} is still {text!r}; put your own there")
+        found._require_login()
         return found
+
+    def _require_login(self) -> None:
+        """Raises CommandError when the user or the key for the machines is lacking: Ray would show a traceback."""
+        auth = self.values.get("auth", {})
+        if not isinstance(auth, dict) or (self.is_local and not auth.get("ssh_user")):
+            raise CommandError(
+                f"{self.path}: auth.ssh_user is missing; name the user that opens the machines by ssh"
+            )
+        for field in (name for name in KEY_FIELDS if name in auth):
+            try:
+                Path(str(auth[field])).expanduser().open("rb").close()
+            except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who is not known
+                cause = getattr(error, "strerror", None) or error
+                raise CommandError(
+                    f"{self.path}: auth.{field}: {auth[field]} cannot be read ({cause}); "
+                    "name the key file that opens the machines by ssh, or make it with ssh-keygen"
+                ) from error
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         def walk(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -93,35 +113,54 @@ class LauncherFile:
 
     # --- Ray's own commands -----------------------------------------------------------------------------------------
 
-    def ray(self, command: str, *arguments: str, wants_answer: bool = False) -> str:
-        """Run `ray COMMAND FILE …`; what it says goes to stderr, or is returned. Raises CommandError when it fails."""
-        whole = [sys.executable, "-m", "ray.scripts.scripts", command, str(self.path), *arguments]
-        done = subprocess.run(
-            whole,
+    def ray(
+        self,
+        command: str,
+        *arguments: str,
+        wants_answer: bool = False,
+        hears: Callable[[str], None] | None = None,
+    ) -> str:
+        """Run `ray COMMAND FILE …`; what it says goes to stderr, or is returned. Raises CommandError when it fails.
+
+        `hears` is given every line that will be returned, when it is said; a bar ends in a carriage return alone.
+        """
+        said: list[str] = []
+        with subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", command, str(self.path), *arguments],
             env=os.environ | self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if wants_answer else sys.stderr.fileno(),
             text=True,
-            check=False,
-        )
-        if done.returncode:
-            said = (done.stdout or "").strip().splitlines()[-5:]
-            raise CommandError("; ".join([f"`ray {command}` failed ({done.returncode})", *said]))
-        return done.stdout or ""
+            errors="replace",
+        ) as process:
+            if isinstance(process.stdout, io.TextIOWrapper):
+                process.stdout.reconfigure(newline="")
+            for line in process.stdout or ():
+                said.append(line)
+                if hears is not None:
+                    hears(line)
+        if process.returncode:
+            last = "".join(said).strip().splitlines()[-5:]
+            raise CommandError("; ".join([f"`ray {command}` failed ({process.returncode})", *last]))
+        return "".join(said)
 
     @property
     def environment(self) -> dict[str, str]:
         """What Ray's commands need beside the file."""
         environment = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment["PYTHONUNBUFFERED"] = "1"  # its own words before those of the node
         if self.is_local:
             # The newer autoscaler counts the head among the workers of this provider and leaves one out (Ray 2.60).
             environment["RAY_UP_enable_autoscaler_v2"] = "0"
         return environment
 
-    def on_head(self, *command: str) -> dict[str, Any]:
-        """Run `dspark …  --json` on the head; returns its object. Raises CommandError with what it said is wrong."""
+    def on_head(self, *command: str, aloud: bool = False) -> dict[str, Any]:
+        """Run `dspark …  --json` on the head; returns its object. Raises CommandError with what it said is wrong.
+
+        `aloud`: what it says meanwhile is said here too, at once.
+        """
         line = f"{ENTER}; {shlex.join(['dspark', *command, '--json'])} || true"
-        said = self.ray("exec", line, wants_answer=True)
+        said = self.ray("exec", line, wants_answer=True, hears=_say_again if aloud else None)
         for text in reversed(said.splitlines()):
             if text.startswith("{"):
                 answer: dict[str, Any] = json.loads(text)
@@ -148,6 +187,13 @@ class LauncherFile:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CommandError(f"{address}: {line}: {done.stderr.strip() or done.returncode}")
+
+
+def _say_again(line: str) -> None:
+    """What `dspark` on the head says, but for its result and its failure: those are said here in the end."""
+    text = line.rstrip("\r\n")
+    if text and not text.startswith(("{", "dspark: ")):
+        note(text, end="\r" if line.endswith("\r") else "\n")
 
 
 def ensure_token() -> Path:

@@ -133,6 +133,16 @@ class IngressConfig(Section):
             return False
 
     @property
+    def warning(self) -> str:
+        """What whoever starts this should know; empty: nothing."""
+        if self.is_loopback or self.api_keys:
+            return ""
+        return (
+            f"ingress.host={self.host} can be reached from other machines and ingress.api_keys is empty: everybody "
+            "who reaches it may use it; name keys in ingress.api_keys, or set ingress.host=127.0.0.1"
+        )
+
+    @property
     def host_names(self) -> tuple[str, ...] | None:
         """Host names that requests may be for, addresses aside; None: any."""
         is_open = not self.allowed_hosts and not self.is_loopback

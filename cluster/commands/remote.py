@@ -106,10 +106,12 @@ def deploy(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.set)  # refuse a bad setting here, in one line
     if is_launcher_file(arguments.cluster):
         file = LauncherFile.read(arguments.cluster)
+        note(f"copying the settings to the head of {file.name}")
         sent = send_settings(file, arguments.config, arguments.set)
-        note("deploying from the head")
+        note("deploying from the head; it takes a minute or two")
         room = ("--room-seconds", f"{arguments.room_seconds:g}")
-        report = file.on_head("deploy", "--cluster", "auto", "--config", sent, *room)
+        sending = ("--cluster", "auto", "--config", sent, *room)
+        report = file.on_head("deploy", *sending, aloud=True)
     else:
         with contextlib.redirect_stdout(sys.stderr):
             report = _deploy_here(config, arguments.cluster, arguments.room_seconds)

@@ -256,4 +256,4 @@ def _from_afar(file: LauncherFile, arguments: argparse.Namespace) -> dict[str, A
             raise CommandError(f"--drafter {arguments.drafter}: no such folder on this machine")
         command += ["--drafter", remote.send_folder(file, arguments.drafter)]
     note("rolling out from the head")
-    return file.on_head(*command)
+    return file.on_head(*command, aloud=True)

@@ -15,6 +15,7 @@ from cluster.console import CommandError
 from cluster.launcher_file import LauncherFile
 from cluster.model_share import digest_of
 
+ONPREM = Path(__file__).parents[2] / "configs" / "ray_up" / "onprem.yaml"
 NODES = [
     {"address": "10.0.0.1", "name": "h0", "CPU": 0, "GPU": 0, "offers": "ingress"},
     {"address": "10.0.0.2", "name": "h1", "CPU": 2, "GPU": 0, "offers": "target"},
@@ -31,6 +32,7 @@ class Cluster:
         self.sent: dict[str, Any] = {}
         self.nodes = [NODES[:1], NODES]  # what successive looks find
         self.broken_worker = ""
+        self.aloud: set[str] = set()  # commands on the head that are listened to
 
     def ray(self, _file: LauncherFile, command: str, *arguments: str, **_: Any) -> str:
         self.calls.append((command, *arguments))
@@ -38,8 +40,9 @@ class Cluster:
             self.sent = yaml.safe_load(Path(arguments[0]).read_text())
         return ""
 
-    def on_head(self, _file: LauncherFile, *command: str) -> dict[str, Any]:
+    def on_head(self, _file: LauncherFile, *command: str, aloud: bool = False) -> dict[str, Any]:
         self.calls.append(("head", *command))
+        self.aloud |= {command[0]} if aloud else set()
         if command[0] == "status":
             nodes = self.nodes.pop(0) if len(self.nodes) > 1 else self.nodes[0]
             return {"deployed": False, "nodes": nodes}
@@ -120,11 +123,38 @@ def test_deploy_sends_settings_as_they_were_written_and_the_models_folder(
         *("head", "deploy", "--cluster", "auto", "--config", "~/dspark/deploy.yaml"),
         *("--room-seconds", "30"),
     )
-    assert last_object(capsys)["endpoint"] == "http://10.0.0.1:8000/v1"
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["endpoint"] == "http://10.0.0.1:8000/v1"
+    assert cluster.aloud == {"deploy"}  # it takes minutes
+    assert "copying the settings" in printed.err and "deploying from the head" in printed.err
 
 
 def test_a_bad_setting_is_refused_before_anything_is_sent(cluster: Cluster, file: str) -> None:
     assert main(["deploy", "--cluster", file, "--set", "target.num_rank=2"]) == 2
+    assert cluster.calls == []
+
+
+def test_a_key_that_is_not_there_is_one_line_before_anything_is_sent(
+    cluster: Cluster, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(Path(file).read_text())
+    values["auth"]["ssh_private_key"] = "~/.ssh/none"
+    Path(file).write_text(yaml.safe_dump(values))
+    assert main(["deploy", "--cluster", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "auth.ssh_private_key: ~/.ssh/none" in line and "ssh-keygen" in line
+    assert cluster.calls == []
+
+
+def test_a_bundled_file_whose_user_was_not_edited_is_refused_before_anything_is_sent(
+    cluster: Cluster, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(ONPREM.read_text())
+    values["provider"] |= {"head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}
+    Path(file).write_text(yaml.safe_dump(values))
+    assert main(["deploy", "--cluster", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "auth.ssh_user is still 'EDIT-ME'; put your own there" in line
     assert cluster.calls == []
 
 

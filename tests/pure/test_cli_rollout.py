@@ -252,7 +252,8 @@ def test_another_cluster_gets_the_new_weights_on_its_head_and_rolls_out_from_the
     sent: list[str] = []
     asked: list[tuple[str, ...]] = []
 
-    def on_head(_file: LauncherFile, *command: str) -> dict[str, Any]:
+    def on_head(_file: LauncherFile, *command: str, aloud: bool = False) -> dict[str, Any]:
+        assert aloud == (command[0] == "rollout")  # it takes minutes
         asked.append(command)
         return {"outcome": "done", "members": ["target-1"]}
 
