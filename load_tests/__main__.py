@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from load_tests.endpoint import root_of
+
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 90.0
@@ -53,7 +55,7 @@ def served(dspark: Path, config: str, settings: list[str]) -> Iterator[str]:
             line = child.stdout.readline()
             if not line:
                 raise ServerError("the cluster did not start; its own message stands above")
-            yield str(json.loads(line)["endpoint"]).removesuffix("/v1")
+            yield root_of(str(json.loads(line)["endpoint"]))
         finally:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
@@ -91,7 +93,7 @@ def main() -> int:
     parser.add_argument("--dspark", type=Path, default=ROOT / ".venv" / "bin" / "dspark")
     arguments, options = parser.parse_known_args()
     if arguments.url:
-        return drive(arguments.url.rstrip("/").removesuffix("/v1"), options)
+        return drive(root_of(arguments.url), options)
     if not arguments.dspark.exists():
         print(f"{arguments.dspark} is missing: run `make setup`, or give --url", file=sys.stderr)
         return 2

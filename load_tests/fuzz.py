@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from load_tests.endpoint import health_of, root_of, served_model
 from load_tests.fuzz_requests import Attempt, attempts
-from load_tests.soak import baseline_problems, health_of
+from load_tests.soak import baseline_problems
 
 SHOWN_PROBLEMS = 20
 LAWFUL_ENDS = ("request_timeout", "shutting_down")
@@ -191,9 +192,9 @@ async def fuzz(
     finding = Finding()
     limits = httpx.Limits(max_connections=parallel)
     async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits) as client:
+        model = await served_model(client)
         document = (await client.get("/openapi.json")).json()
         documented = documented_statuses(document)
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
         waiting, making = attempts(document, model, count, seed), threading.Lock()
 
         def next_attempt() -> Attempt | None:
@@ -210,7 +211,7 @@ async def fuzz(
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    url = arguments.url.removesuffix("/").removesuffix("/v1")
+    url = root_of(arguments.url)
     started = time.monotonic()
     finding = await fuzz(url, arguments.requests, arguments.seed, parallel=arguments.parallel)
     elapsed_s = time.monotonic() - started

@@ -22,8 +22,9 @@ import httpx
 from jsonschema import Draft202012Validator
 from tqdm import tqdm
 
+from load_tests.endpoint import api_of, health_of, served_model
 from load_tests.prompts import NOUNS, TOPICS
-from load_tests.soak import baseline_problems, health_of
+from load_tests.soak import baseline_problems
 from load_tests.sse import BrokenStreamError, EventReader, StreamRecord
 
 MAX_TOKENS = 800
@@ -215,8 +216,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Send all requests, `streams` at a time, and say what came of them."""
     finding, started = Finding(), time.monotonic()
     limits = httpx.Limits(max_connections=arguments.streams)
-    async with httpx.AsyncClient(base_url=arguments.url, timeout=300.0, limits=limits) as client:
-        model = (await client.get("/models")).json()["data"][0]["id"]
+    async with httpx.AsyncClient(
+        base_url=api_of(arguments.url), timeout=300.0, limits=limits
+    ) as client:
+        model = await served_model(client)
         waiting = iter(asks(arguments.requests, arguments.seed))
         with tqdm(total=arguments.requests, unit="answer", desc="json_schema", disable=None) as bar:
 

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from load_tests.endpoint import root_of
+
 INTERVAL_S = 5.0
 MEGABYTE = 1 << 20
 
@@ -45,7 +47,7 @@ class Record:
 
     def __init__(self, client: httpx.AsyncClient, out: Path) -> None:
         self._client = client
-        self._url = str(client.base_url).rstrip("/").removesuffix("/v1") + "/metrics"
+        self._url = root_of(str(client.base_url)) + "/metrics"
         self._file = out / "samples.jsonl"
         self._started = time.monotonic()
         self.samples: list[Sample] = []

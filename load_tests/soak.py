@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from load_tests.endpoint import api_of, health_of, served_model
 from load_tests.record import Record, draw, summary
 
 PROMPTS = (
@@ -131,11 +132,6 @@ async def keep_streaming(
             outcome.num_changed += 1
 
 
-def health_of(endpoint: str) -> str:
-    """Where the server of this endpoint (`…/v1`, or without it) says how it is."""
-    return endpoint.removesuffix("/").removesuffix("/v1") + "/health"
-
-
 async def baseline_problems(client: httpx.AsyncClient, health_url: str) -> list[str]:
     """What is not back at its baseline once the server had time to settle."""
     deadline = time.monotonic() + SETTLE_S
@@ -159,8 +155,10 @@ async def baseline_problems(client: httpx.AsyncClient, health_url: str) -> list[
 
 async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=arguments.streams + 4)
-    async with httpx.AsyncClient(base_url=arguments.url, timeout=120.0, limits=limits) as client:
-        model = arguments.model or (await client.get("/models")).json()["data"][0]["id"]
+    async with httpx.AsyncClient(
+        base_url=api_of(arguments.url), timeout=120.0, limits=limits
+    ) as client:
+        model = arguments.model or await served_model(client)
         requests = [
             body(model, prompt, arguments.max_tokens, seed)
             for prompt in PROMPTS
