@@ -72,8 +72,9 @@ async def test_one_kind_alone_strikes_one_after_the_other() -> None:
 
 async def test_after_each_one_streams_are_left_alone_for_as_long_as_asked() -> None:
     class Timed(ScriptedInjector):
-        ended_s = 0.0
-        rests: list[float] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.ended_s, self.rests = 0.0, list[float]()
 
         async def strike(self, fault: Fault) -> None:
             self.rests.append(time.monotonic() - self.ended_s)
