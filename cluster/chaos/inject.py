@@ -81,7 +81,7 @@ class Injector:
         if victim in _CLIENTS.values():
             return ""
         since = time.monotonic()
-        while not await self._view.is_well(victim, since, old_pids):
+        while not await self._view.is_well(victim, since, old_pids, self._busy):
             if time.monotonic() - since > RECOVERS_WITHIN_S:
                 return f"{victim} was not well within {RECOVERS_WITHIN_S:g} s"
             await asyncio.sleep(CHECK_EVERY_S)

@@ -83,17 +83,26 @@ class ClusterView:
         one, title = self._ours.get(self._members.get(name, {}).get("pid", 0), (None, ""))
         return [one] if one is not None and title.startswith("ray::") else []
 
-    async def is_well(self, name: str, since: float, old_pids: set[int]) -> bool:
-        """Whether, looked at after `since`, the part is ready, in a process that is none of `old_pids`."""
+    async def is_well(
+        self, name: str, since: float, old_pids: set[int], struck: set[str] | None = None
+    ) -> bool:
+        """Whether, looked at after `since`, the part is ready, in a process that is none of `old_pids`.
+
+        `struck`: other parts that faults have just hit. A supervisor is well although these still start.
+        """
         if name == "ingress":
             pids = {one.pid for one in self.processes("ingress")}
             return bool(pids) and not pids & old_pids and await self._is_served()
-        if self._looked_at <= since or not self._is_settled:
+        struck = (struck or set()) - {name}
+        if self._looked_at <= since:
             return False
         if name == "supervisor":
             pids = {one.pid for one in self.processes("supervisor")}
-            states = {member["state"] for member in self._members.values()}
-            return bool(pids) and not pids & old_pids and "starting" not in states
+            states = {m["state"] for m in self._members.values() if m["name"] not in struck}
+            has_settled = self._is_settled or bool(struck)
+            return has_settled and bool(pids) and not pids & old_pids and "starting" not in states
+        if not self._is_settled:
+            return False
         member = self._members[name]
         return bool(member["state"] == "ready" and member["pid"] not in old_pids)
 
