@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from actors.core.messages import Endpoint, RankRoute, RoutingTable, TokenDelta
 from tests.http.harness import CHAT, CHAT_PATH, TEXT
@@ -250,3 +251,30 @@ async def test_shutting_down_ends_streams_with_an_error_event_and_takes_nothing_
         await server.until(lambda: rank.aborted)
         answer = await server.client.post(CHAT_PATH, json=CHAT)
         assert answer.status_code == 503 and "going down" in answer.json()["error"]["message"]
+
+
+async def test_a_waiting_stream_sends_comments_that_no_client_shows(launch):
+    async with launch() as server:
+        server.front._keep_alive_s = 0.02
+        rank, lines = server.ranks[0], list[str]()
+        rank.num_tokens_before_pause = 6
+
+        async def read_lines() -> None:
+            body = {**CHAT, "stream": True}
+            async with server.client.stream("POST", CHAT_PATH, json=body) as response:
+                async for line in response.aiter_lines():
+                    lines.append(line)
+
+        async def read_with_openai() -> str:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+                chunks = await client.chat.completions.create(**CHAT, stream=True)
+                said = [c.choices[0].delta.content async for c in chunks if c.choices]
+            return "".join(filter(None, said))
+
+        reading = asyncio.create_task(read_lines())
+        shown = asyncio.create_task(read_with_openai())
+        await server.until(lambda: sum(line.startswith(":") for line in lines) >= 3)
+        rank.num_tokens_before_pause = None
+        assert await shown == TEXT
+        await reading
+        assert [line for line in lines if line][-1] == "data: [DONE]"
