@@ -91,6 +91,7 @@ async function* chunks(answer) {
     const events = held.split("\n\n");
     held = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a comment of a stream that waits
       const data = event.replace(/^data: /, "");
       if (data && data !== "[DONE]") yield JSON.parse(data);
     }
