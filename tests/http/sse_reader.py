@@ -29,7 +29,7 @@ class Reader:
         return self
 
     def _take(self, line: str) -> None:
-        if not line:
+        if not line or line.startswith(":"):  # a comment, while the stream waits
             return
         assert not self.done and self.error is None, f"{line} after the end"
         data = line.removeprefix("data: ")
