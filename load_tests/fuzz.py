@@ -91,7 +91,7 @@ def _problem_with_error(response: httpx.Response) -> str:
 
 
 def _problem_with_stream(text: str) -> str:
-    events = [line for line in text.split("\n\n") if line]
+    events = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     if not events or not all(event.startswith("data: ") for event in events):
         return f"a stream with something else than data in it: {text[:300]}"
     if events[-1] == "data: [DONE]":

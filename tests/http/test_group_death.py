@@ -80,7 +80,7 @@ class Watched:
             async for line in response.aiter_lines():
                 data = line.removeprefix("data: ")
                 self.is_done = self.is_done or data == "[DONE]"
-                if not line or self.is_done:
+                if not line or self.is_done or line.startswith(":"):  # a comment while it waits
                     continue
                 event = json.loads(data)
                 assert "error" not in event, event

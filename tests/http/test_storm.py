@@ -50,7 +50,7 @@ class Client:
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":
                     self.done = True
-                elif data:
+                elif data and not line.startswith(":"):  # not a comment while it waits
                     self.text += json.loads(data)["choices"][0]["text"]
                     self.num_pieces += 1
                 if self.leaves_after is not None and self.num_pieces >= self.leaves_after:

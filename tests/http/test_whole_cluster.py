@@ -60,7 +60,7 @@ async def read(
         async for line in response.aiter_lines():
             data = line.removeprefix("data: ")
             done = done or data == "[DONE]"
-            if not line or done:
+            if not line or done or line.startswith(":"):
                 continue
             event = json.loads(data)
             assert "error" not in event, event
