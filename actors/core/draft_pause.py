@@ -165,7 +165,7 @@ class DraftPause:
         self._last_gain = gain
 
     def _has_moved(self, facts: DraftFacts) -> bool:
-        """Whether the load has changed by a quarter since the last verdict."""
+        """Whether the load has changed by a quarter since the last judgement."""
         return 4 * abs(facts.num_rounds - self._at_rounds) >= self._at_rounds
 
     def _some(self, facts: DraftFacts) -> npt.NDArray[np.bool_]:

@@ -130,6 +130,7 @@ def test_without_a_cache_of_features_every_step_is_told() -> None:
         session.step()
     told = commits(session, since)
     assert len(told) == MIN_PAUSE
+    assert not any(batch.wants_block.any() for batch in told)
     assert all(len(batch.request_ids) == CROWD == len(batch.features) for batch in told)
 
 
