@@ -261,10 +261,6 @@ def make_front(
 ) -> Front:
     """Wire the front of `config` together."""
     ingress, model = config.ingress, config.model
-    limits = DispatchLimits(
-        reservation_timeout_s=ingress.reservation_timeout_s,
-        stream=StreamLimits(ingress.stall_timeout_s, ingress.replay_timeout_s),
-    )
     intake_limits = IntakeLimits(
         model.name,
         model.max_model_len,
@@ -280,7 +276,7 @@ def make_front(
     return Front(
         ServedModel(model.name, int(time.time()), f"fp_{identity[:10]}", model.max_model_len),
         Intake(codec, intake_limits),
-        Dispatcher(link, routing, limits),
+        Dispatcher(link, routing, dispatch_limits(config)),
         ingress.request_timeout_s,
         ask_ranks,
         Access(
@@ -292,3 +288,12 @@ def make_front(
         ask_cluster,
         ingress.keep_alive_s,
     )
+
+
+def dispatch_limits(config: ClusterConfig) -> DispatchLimits:
+    """The bounds to placing streams and to going on with them."""
+    front = config.ingress
+    stream = StreamLimits(
+        front.stall_timeout_s, front.replay_timeout_s, front.max_fruitless_replays
+    )
+    return DispatchLimits(front.reservation_timeout_s, stream=stream)

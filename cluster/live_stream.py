@@ -239,7 +239,9 @@ class LiveStream:
         self._num_fruitless += 1
         if self._num_fruitless > self._limits.max_fruitless_replays:
             raise StreamError(
-                f"given up after {self._num_fruitless} attempts: {reason}", "stream_lost"
+                f"given up after {self._limits.max_fruitless_replays} attempts to go on without a new token "
+                f"(ingress.max_fruitless_replays): {reason}",
+                "stream_lost",
             )
         logger.warning(
             "replaying %s from token %d: %s", self.request_id, len(self.journal.token_ids), reason

@@ -70,6 +70,12 @@ class IngressConfig(Section):
         gt=0,
         description="Longest a stream waits for a rank to go on after it lost its own, in seconds.",
     )
+    max_fruitless_replays: int = Field(
+        5,
+        ge=0,
+        description="Attempts in a row to go on with a stream on another rank that may end without a new token, before "
+        "it is given up: a request that kills whoever serves it must not kill every rank in turn. 0 = never replayed.",
+    )
     allow_rank_hint: bool = Field(
         False,
         description='Whether a request may name its rank ("dspark": {"rank": "target-0"}); for benchmarks and drills.',

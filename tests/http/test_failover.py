@@ -278,3 +278,18 @@ async def test_a_waiting_stream_sends_comments_that_no_client_shows(launch):
         assert await shown == TEXT
         await reading
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_a_stream_that_may_not_be_replayed_ends_with_its_rank(launch):
+    async with launch(num_ranks=2, max_fruitless_replays=0) as server:
+        for rank in server.ranks:
+            rank.num_tokens_before_pause = 6
+        reading = asyncio.create_task(Reader().read(server))
+        await server.until(lambda: any(rank._running for rank in server.ranks))
+        name = next(rank.name for rank in server.ranks if rank._running)
+        await asyncio.sleep(0.1)
+        next(rank for rank in server.ranks if rank._running).kill()
+        server.publish(**{name: "dead"})
+        reader = await reading
+        assert reader.text == TEXT[:6] and not reader.done
+        assert "ingress.max_fruitless_replays" in reader.error["message"]
