@@ -8,7 +8,8 @@ keys by being more rows of the same product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_store import KvStore
+from kernels.row_mirror import MirrorStep, RowMirrors
 
 Int = npt.NDArray[np.int64]
 
@@ -56,6 +58,9 @@ class RaggedRows:
     positions: Int  # [B] absolute
     kv_len: Int  # [R] context and own query
     block_tables: Int  # [R, max_blocks]
+    names: Sequence[
+        str
+    ] = ()  # [R] that tell rows apart from step to step; none: nothing is kept of them
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class AttentionGroup:
 
     num_rows: int
     query_len: int
-    block_rows: Tensor  # of the G * S / block_size physical blocks, for `KvStore.read`
+    source: (
+        MirrorStep | Tensor
+    )  # of K/V: what is kept of them, or the block rows [G * S / block_size] to read
     query_rows: (
         Tensor | None
     )  # [G * query_len] rows of the flattened step; None: all of them, in order
@@ -82,6 +89,12 @@ class AttentionLayout:
     )  # [B] rows of the groups' padded outputs, one after another; None: all, in order
     tiling: Tiling
 
+    def done(self) -> None:
+        """Every layer has attended: what is kept of this step may be used by the next."""
+        for group in self.groups:
+            if isinstance(group.source, MirrorStep):
+                group.source.done()
+
 
 def attention_layout(
     rows: RaggedRows,
@@ -90,33 +103,42 @@ def attention_layout(
     tiling: Tiling,
     like: Tensor,
     window: int = 0,
+    mirrors: RowMirrors | None = None,
 ) -> AttentionLayout:
     """Plan the attention of a step. Numpy on the host; `like` gives dtype and device of the bias.
 
     Args:
         num_groups_of_heads: query heads per K/V head.
         window: keys a token sees, its own included; 0: all. Blocks that a whole row no longer sees are not read.
+        mirrors: of the store's layers with this window, on a CPU; None: every block is read in every step.
     """
     rows = _without_past(rows, store.block_size, tiling, window)
     query_len = np.diff(rows.cu_query_len)
     min_queries = ceil(tiling.min_product_rows / num_groups_of_heads)
-    keys = _shape_class(query_len, rows.kv_len)
-    classes = np.unique(keys)
-    members = [np.flatnonzero(keys == k) for k in classes] if len(classes) > 1 else None
+    kinds = _shape_class(query_len, rows.kv_len)
+    classes = np.unique(kinds).tolist()
     groups: list[AttentionGroup] = []
     output_rows = np.empty(len(rows.positions), np.int64)
-    is_plain, offset = members is None, 0
-    for own in members or [np.arange(len(query_len))]:
+    is_plain, offset = len(classes) == 1, 0
+    for kind in classes:
+        own = np.flatnonzero(kinds == kind)
+        tables = _tables(rows, own, store.block_size, tiling)
+        mirror = None
+        if mirrors is not None and rows.names and query_len[own].max() <= SHORT_QUERY:
+            mirror = _mirrored(rows, own, tables, mirrors, kind)
+        if mirror is not None:
+            own = own[mirror.order]
         width = max(int(query_len[own].max()), min_queries)
-        uniform = bool((query_len[own] == width).all())
-        is_plain = is_plain and uniform
+        is_plain = is_plain and bool((query_len == width).all() and (np.diff(own) == 1).all())
         slots = np.arange(width)
         is_real = slots < query_len[own][:, None]
         # A padded query repeats its row's first token: it sees a key, so no row of the softmax is empty.
         token_rows = rows.cu_query_len[own][:, None] + np.where(is_real, slots, 0)
         output_rows[token_rows[is_real]] = offset + np.flatnonzero(is_real)
         offset += is_real.size
-        groups.append(_group(rows, own, token_rows, store, tiling, like, is_plain, window))
+        source = mirror or store.rows_of(torch.from_numpy(tables.reshape(-1)).to(like.device))
+        num_keys = tables.shape[1] * store.block_size
+        groups.append(_group(rows, token_rows, source, num_keys, like, is_plain, window))
     where = None if is_plain else torch.from_numpy(output_rows).to(like.device)
     return AttentionLayout(tuple(groups), where, tiling)
 
@@ -135,11 +157,11 @@ def _without_past(rows: RaggedRows, block_size: int, tiling: Tiling, window: int
     row_of = np.repeat(np.arange(len(first)), np.diff(rows.cu_query_len))
     width = rows.block_tables.shape[1]
     at = np.minimum(skipped[:, None] // block_size + np.arange(width), width - 1)
-    return RaggedRows(
-        rows.cu_query_len,
-        rows.positions - skipped[row_of],
-        rows.kv_len - skipped,
-        np.take_along_axis(rows.block_tables, at, 1),
+    return replace(
+        rows,
+        positions=rows.positions - skipped[row_of],
+        kv_len=rows.kv_len - skipped,
+        block_tables=np.take_along_axis(rows.block_tables, at, 1),
     )
 
 
@@ -150,33 +172,52 @@ def _shape_class(query_len: Int, kv_len: Int) -> Int:
     return (long_query * 64 + long_context).astype(np.int64)
 
 
-def _group(
-    rows: RaggedRows,
-    own: Int,
-    token_rows: Int,
-    store: KvStore,
-    tiling: Tiling,
-    like: Tensor,
-    is_plain: bool,
-    window: int,
-) -> AttentionGroup:
-    block_size = store.block_size
+def _tables(rows: RaggedRows, own: Int, block_size: int, tiling: Tiling) -> Int:
+    """[G, S / block_size] the blocks of a group, padded with block 0 to what its longest row needs."""
     step = lcm(block_size, tiling.context_multiple) // block_size
     num_blocks = ceil(ceil(int(rows.kv_len[own].max()) / block_size) / step) * step
     blocks = np.zeros((len(own), num_blocks), np.int64)
     given = min(num_blocks, rows.block_tables.shape[1])
     blocks[:, :given] = rows.block_tables[own, :given]
-    queries = torch.from_numpy(rows.positions[token_rows]).to(like.device)
-    num_open = 0 if window else int(rows.positions[token_rows].min()) + 1
-    key_positions = torch.arange(num_open, num_blocks * block_size, device=like.device)
+    return blocks
+
+
+def _mirrored(
+    rows: RaggedRows, own: Int, tables: Int, mirrors: RowMirrors, kind: int
+) -> MirrorStep | None:
+    """The step's update of what is kept of a group's K/V."""
+    mirror = mirrors.find(kind, tables.size * mirrors.block_size)
+    if mirror is None:
+        return None
+    starts, counts = rows.cu_query_len[own], np.diff(rows.cu_query_len)[own]
+    row = np.repeat(np.arange(len(own)), counts)
+    token = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
+    num_used = -(-rows.kv_len[own] // mirrors.block_size)
+    names = [rows.names[i] for i in own.tolist()]
+    return mirror.begin(names, tables, num_used, row, rows.positions[token])
+
+
+def _group(
+    rows: RaggedRows,
+    token_rows: Int,
+    source: MirrorStep | Tensor,
+    num_keys: int,
+    like: Tensor,
+    is_plain: bool,
+    window: int,
+) -> AttentionGroup:
+    positions = rows.positions[token_rows]
+    queries = torch.from_numpy(positions).to(like.device)
+    num_open = 0 if window else int(positions.min()) + 1
+    key_positions = torch.arange(num_open, num_keys, device=like.device)
     is_hidden = key_positions > queries[:, :, None, None]
     if window:
         is_hidden |= key_positions <= queries[:, :, None, None] - window
     bias = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
     return AttentionGroup(
-        num_rows=len(own),
+        num_rows=len(token_rows),
         query_len=token_rows.shape[1],
-        block_rows=store.rows_of(torch.from_numpy(blocks.reshape(-1)).to(like.device)),
+        source=source,
         query_rows=None if is_plain else torch.from_numpy(token_rows.reshape(-1)).to(like.device),
         num_open=num_open,
         bias=bias.masked_fill_(is_hidden, float("-inf")),
@@ -201,18 +242,25 @@ def _attend_group(
     if group.query_rows is not None:
         queries = queries.index_select(0, group.query_rows)
     rows, width, kv_heads, dim = group.num_rows, group.query_len, store.num_kv_heads, store.head_dim
-    # [G, T, kv, shared, dim] -> [kv * G, T * shared, dim]
-    grouped = queries.view(rows, width, kv_heads, -1, dim).permute(2, 0, 1, 3, 4)
+    if isinstance(group.source, MirrorStep):
+        # Row after row, in each head after head: [G, T, kv, shared, dim] -> [G * kv, T * shared, dim].
+        keys, values = group.source.read(layer)
+        there, back = (0, 2, 1, 3, 4), (0, 2, 1, 3, 4)
+        parts, bias = (rows, kv_heads), group.bias[:, None]
+    else:
+        # Head after head, in each row after row: -> [kv * G, T * shared, dim].
+        read = store.read(layer, group.source)
+        keys, values = (x.view(kv_heads * rows, -1, dim) for x in read)
+        there, back = (2, 0, 1, 3, 4), (1, 2, 0, 3, 4)
+        parts, bias = (kv_heads, rows), group.bias
+    grouped = queries.view(rows, width, kv_heads, -1, dim).permute(there)
     grouped = grouped.reshape(kv_heads * rows, -1, dim)
-    keys, values = store.read(layer, group.block_rows)
-    keys, values = keys.view(kv_heads * rows, -1, dim), values.view(kv_heads * rows, -1, dim)
     scores = torch.bmm(grouped, keys.transpose(1, 2))  # [kv * G, T * shared, S]
-    by_query = scores.view(kv_heads, rows, width, -1, scores.shape[-1])
-    by_query[..., group.num_open :].add_(group.bias)
+    by_query = scores.view(*parts, width, -1, scores.shape[-1])
+    by_query[..., group.num_open :].add_(bias)
     weights = torch.softmax(scores, -1)  # computed in fp32 and rounded once, in bf16 too
     mixed = _weighted_sum(weights, values, tiling.key_tile)
-    mixed = mixed.view(kv_heads, rows, width, -1, dim).permute(1, 2, 0, 3, 4)
-    return mixed.reshape(rows * width, -1)
+    return mixed.view(*parts, width, -1, dim).permute(back).reshape(rows * width, -1)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor, key_tile: int | None) -> Tensor:
@@ -238,6 +286,7 @@ def ragged_rows(
     positions: npt.NDArray[np.int32],
     context_len: npt.NDArray[np.int32],
     block_tables: npt.NDArray[np.int32],
+    names: Sequence[str] = (),
 ) -> RaggedRows:
     """The rows of a step plan, widened to int64."""
     cu = cu_query_len.astype(np.int64)
@@ -246,4 +295,5 @@ def ragged_rows(
         positions.astype(np.int64),
         context_len.astype(np.int64) + np.diff(cu),
         block_tables.astype(np.int64),
+        names,
     )

@@ -31,6 +31,7 @@ from kernels import dispatch
 from kernels.kv_store import KvStore
 from kernels.ragged_attention import Tiling, attention_layout, ragged_rows
 from kernels.rejection import verify, verify_batch
+from kernels.row_mirror import RowMirrors
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,6 +69,9 @@ class TorchTargetEngine:
                 spec.max_model_len,
                 CudaGraphRecorder() if captures and model.sharding is None else None,
             )
+        is_cpu = model.device.type == "cpu"  # a GPU's kernels follow block tables
+        windows = set(model.config.windows) if is_cpu else set[int]()
+        self.mirrors = {window: RowMirrors(store) for window in windows}
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 
     @torch.inference_mode()
@@ -107,7 +111,7 @@ class TorchTargetEngine:
         """The same model and numerics over `num_blocks` K/V blocks of its own."""
         return TorchTargetEngine(
             self.model,
-            new_store(self.model, num_blocks, self.store.block_size),
+            self.model.new_store(num_blocks, self.store.block_size),
             self.spec,
             captures=self.captures,
         )
@@ -147,6 +151,7 @@ class TorchTargetEngine:
             return self.paged(plan)
         inputs = self.inputs(plan)
         hidden, taps = self.model.forward(inputs, self.store, self.spec.tap_layer_ids)
+        inputs.done()
         num = plan.batch_tokens
         return hidden[:num], None if taps is None else taps[:num]
 
@@ -162,11 +167,15 @@ class TorchTargetEngine:
                 np.repeat(a, repeats) for a in (token_ids, positions, slots)
             )
             cu_query_len = np.array([0, repeats], np.int32)
-        rows = ragged_rows(cu_query_len, positions, plan.context_len, plan.block_tables)
+        rows = ragged_rows(
+            cu_query_len, positions, plan.context_len, plan.block_tables, plan.request_ids
+        )
         config = self.model.config
         heads_per_kv, like = config.num_heads // config.num_kv_heads, self.model.embedding
         layouts = {
-            window: attention_layout(rows, self.store, heads_per_kv, self.tiling, like, window)
+            window: attention_layout(
+                rows, self.store, heads_per_kv, self.tiling, like, window, self.mirrors.get(window)
+            )
             for window in set(config.windows)
         }
         ids, places, targets = (
@@ -182,19 +191,6 @@ def as_numpy(features: Tensor) -> npt.NDArray[np.uint16] | npt.NDArray[np.float3
         return bits
     values: npt.NDArray[np.float32] = features.float().cpu().numpy()
     return values
-
-
-def new_store(model: TargetModel, num_blocks: int, block_size: int) -> KvStore:
-    config = model.config
-    return KvStore(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        num_blocks,
-        block_size,
-        model.dtype,
-        model.device,
-    )
 
 
 def load_engine(
@@ -248,7 +244,7 @@ def load_engine(
         block_size=config.target.block_size,
         identity=identity(model_dir, config),
     )
-    store = new_store(model, num_blocks, spec.block_size)
+    store = model.new_store(num_blocks, spec.block_size)
     grammars = GrammarDesk(
         tokenizer_file(config.model.path, model_dir), facts.vocab_size, facts.eos_token_ids
     )

@@ -47,6 +47,12 @@ class StepInputs:
     # by window, see `ModelConfig.windows`
     attention: Mapping[int, AttentionLayout] | Mapping[int, PagedLayout]
 
+    def done(self) -> None:
+        """The forward has reached its end: what attention keeps from step to step is right."""
+        for layout in self.attention.values():
+            if isinstance(layout, AttentionLayout):
+                layout.done()
+
 
 class TargetModel:
     """Weights and forward of one model.
@@ -135,6 +141,12 @@ class TargetModel:
         present = self.layers[layer].mlp
         assert isinstance(present, MoeLayer)
         return self._feed_forwards.bank(source, layer, held, present, before)
+
+    def new_store(self, num_blocks: int, block_size: int) -> KvStore:
+        """Empty K/V for this model."""
+        config = self.config
+        sizes = config.num_layers, config.num_kv_heads, config.head_dim
+        return KvStore(*sizes, num_blocks, block_size, self.dtype, self.device)
 
     # --- computing --------------------------------------------------------------------------------------------------
 

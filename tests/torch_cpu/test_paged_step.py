@@ -18,7 +18,7 @@ from actors.engine.experts import ExpertList, ExpertStacks, MoeLayer, TopKRouter
 from actors.engine.graphs import Recorded, Recorder
 from actors.engine.packed_linear import GatedMlp, Linear, TiledLinear
 from actors.engine.paged_step import PagedForward
-from actors.engine.target_engine import TorchTargetEngine, new_store
+from actors.engine.target_engine import TorchTargetEngine
 from actors.engine.trial import TrialSequences
 from kernels import dispatch
 from tests.torch_cpu.graph_tape import TapeRecorder
@@ -52,7 +52,7 @@ def recorder() -> Iterator[TapeRecorder]:
 
 def paged(engine: TorchTargetEngine, recorder: Recorder | None) -> PagedForward:
     # Free slots are not numbers: reading one shows.
-    store = new_store(engine.model, 64, 16)
+    store = engine.model.new_store(64, 16)
     for layer in range(engine.spec.num_layers):
         store.pool(layer).fill_(torch.nan)
     return PagedForward(engine.model, store, TAPS, 128, recorder)

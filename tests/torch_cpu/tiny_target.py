@@ -8,7 +8,7 @@ import torch
 
 from actors.engine.base import TargetSpec
 from actors.engine.checkpoint import ModelConfig, RopeConfig
-from actors.engine.target_engine import TorchTargetEngine, new_store
+from actors.engine.target_engine import TorchTargetEngine
 from actors.engine.target_model import TargetModel
 
 CONFIG = ModelConfig(
@@ -75,4 +75,4 @@ def tiny_engine(
         "tiny", CONFIG.architecture, 60, 24, 2, 128, (0,), TAPS, "float32", device, numerics,
         64, 16, "x",
     )  # fmt: skip
-    return TorchTargetEngine(model, new_store(model, 64, 16), spec)
+    return TorchTargetEngine(model, model.new_store(64, 16), spec)
