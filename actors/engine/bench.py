@@ -28,15 +28,17 @@ def run(
     progress: Progress,
     *,
     captures: bool = True,
+    context: int = BENCH_CONTEXT,
 ) -> dict[str, object]:
     """Load the target of `config` and measure plain decoding at each batch size; JSON-able.
 
-    `tokens_per_s` and `step_ms` are by batch size (medians, context 128 and growing); `breakdown_ms` says for the
+    `tokens_per_s` and `step_ms` are by batch size (medians, `context` growing); `breakdown_ms` says for the
     smallest and the largest where a step's time goes. Of a model with experts, `step_ms` also has the stages of a step
     (see `moe_stages_ms`) at `stages_batch`, the largest.
 
     Args:
         captures: replay steps from CUDA graphs where the device has them.
+        context: tokens of each request before the first step.
 
     Raises CheckpointError when the target cannot be loaded.
     """
@@ -47,9 +49,10 @@ def run(
     progress(f"{spec.name}: {spec.dtype}, {spec.numerics}, {torch.get_num_threads()} threads")
     step_ms: dict[str, float] = {}
     for size in batch_sizes:
-        step_ms[str(size)] = decode_step_s(engine, size) * 1e3
+        step_ms[str(size)] = decode_step_s(engine, size, context=context) * 1e3
         progress(f"batch {size}: {size / step_ms[str(size)] * 1e3:.1f} tokens/s")
-    parts = {size: breakdown_ms(engine, size) for size in {min(batch_sizes), max(batch_sizes)}}
+    shown = {min(batch_sizes), max(batch_sizes)}
+    parts = {size: breakdown_ms(engine, size, context=context) for size in shown}
     for size, ms in sorted(parts.items()):
         progress(f"batch {size}, ms: " + ", ".join(f"{name} {value}" for name, value in ms.items()))
     stages_ms: dict[str, float] = {}
@@ -64,7 +67,7 @@ def run(
         "kernels": dispatch.describe(spec.device),
         "graphs": captures and engine.paged is not None,
         "num_threads": torch.get_num_threads(),
-        "context_len": BENCH_CONTEXT,
+        "context_len": context,
         "tokens_per_s": {k: round(int(k) / ms * 1e3, 1) for k, ms in step_ms.items()},
         "step_ms": {k: round(ms, 2) for k, ms in step_ms.items()} | stages_ms,
         **({"stages_batch": max(batch_sizes)} if stages_ms else {}),

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 
 from actors.core.local_policy import PolicyName
-from actors.engine.bench import run
+from actors.engine.bench import BENCH_CONTEXT, run
 from actors.engine.round_bench import NEW_TOKENS, Figures, bench_of
 from actors.engine.weights import CheckpointError
 from configs.load import ConfigError, load
@@ -40,7 +40,9 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             torch.set_num_threads(config.target.num_threads)
         captures = graphs == "on"
         if options.breakdown or not options.policy:
-            report["engine"].append(run(config, options.batch, _note, captures=captures))
+            report["engine"].append(
+                run(config, options.batch, _note, captures=captures, context=options.context)
+            )
         if options.policy:
             bench = bench_of(config, captures=captures)
             for policy, batch in product(options.policy, options.batch):
@@ -89,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=("reproducible", "fast"),
         help="default: the configured one",
+    )
+    parser.add_argument(
+        "--context", type=int, default=BENCH_CONTEXT, help="of the target alone, tokens (128)"
     )
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="a request (96)")
     parser.add_argument(

@@ -53,23 +53,34 @@ def timer_for(device: torch.device) -> Timer:
 
 
 def breakdown_ms(
-    engine: TorchTargetEngine, num_requests: int, timer: Timer | None = None
+    engine: TorchTargetEngine,
+    num_requests: int,
+    timer: Timer | None = None,
+    context: int = CONTEXT,
 ) -> dict[str, float]:
     """Milliseconds of one decode step by part, each run alone, medians.
 
     `linears`, `head`, `attention` (rotation and K/V write included) and `norms` are timed by the device's timer,
     uncaptured; `step` is the whole step as served, by the clock, and `other` what the parts leave of it:
-    Python, layout and acceptance. Parts that take longer alone than within a replayed step leave 0.
+    Python, layout and acceptance. Parts that take longer alone than within a replayed step leave 0. Where K/V are kept
+    from step to step (`kernels.row_mirror`), `step_gathered` is the whole step without that, in turns with one with it.
     """
-    rows = prefilled(engine, num_requests, CONTEXT, 1)
+    rows = prefilled(engine, num_requests, context, 1)
     own = rows.engine
     plan = rows.plan(dict.fromkeys(range(num_requests), 1))
+    own.step(plan)  # what is kept from step to step is there
     timer = timer or timer_for(own.model.device)
     with torch.inference_mode():
         parts = _parts(own, own.inputs(plan) if own.paged is None else own.paged.inputs(plan))
         found = {name: _median(timer, part) for name, part in parts.items()}
-        found["step"] = _median(HostTimer(), partial(own.step, plan))
+    step = partial(own.step, plan)
+    gathered: dict[str, float] = {}
+    if own.mirrors:
+        found["step"], gathered["step_gathered"] = _both_ms(own, step)
+    else:
+        found["step"] = _median(HostTimer(), step)
     found["other"] = max(0.0, 2 * found["step"] - sum(found.values()))
+    found |= gathered
     return {name: round(ms, 2) for name, ms in found.items()}
 
 
@@ -100,6 +111,20 @@ def _parts(engine: TorchTargetEngine, inputs: StepInputs) -> dict[str, Callable[
         "attention": attention,
         "norms": norms,
     }
+
+
+def _both_ms(engine: TorchTargetEngine, step: Callable[[], object]) -> tuple[float, float]:
+    """A step with what is kept of the one before, and one that gathers all K/V, in turns."""
+    kept, timer = engine.mirrors, HostTimer()
+    pairs = []
+    for _ in range(REPEATS):
+        step()  # it also brings what is kept up to date with the one that gathered
+        with_it = timer.ms(step)
+        engine.mirrors = {}
+        pairs.append((with_it, timer.ms(step)))
+        engine.mirrors = kept
+    with_all, without = zip(*pairs, strict=True)
+    return statistics.median(with_all), statistics.median(without)
 
 
 def _median(timer: Timer, action: Callable[[], object]) -> float:

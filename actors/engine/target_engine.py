@@ -69,8 +69,10 @@ class TorchTargetEngine:
                 spec.max_model_len,
                 CudaGraphRecorder() if captures and model.sharding is None else None,
             )
-        is_cpu = model.device.type == "cpu"  # a GPU's kernels follow block tables
-        windows = set(model.config.windows) if is_cpu else set[int]()
+        keeps = (
+            self.paged is None and model.device.type == "cpu"
+        )  # other kernels follow block tables
+        windows = set(model.config.windows) if keeps else set[int]()
         self.mirrors = {window: RowMirrors(store) for window in windows}
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 

@@ -227,7 +227,7 @@ def test_mirrors_never_take_more_than_the_store() -> None:
     first, second = mirrors.find("a", 64), mirrors.find("b", 40)
     assert first is not None and second is not None
     assert mirrors.num_tokens == 80 + 48, "a quarter to spare, as far as there is room"
-    assert mirrors.find("a", 64) is first
+    assert mirrors.find("a", 129) is None and mirrors.find("a", 64) is first
     assert mirrors.find("c", 40) is None, "both are in use"
     for _ in range(row_mirror.IN_USE):
         assert mirrors.find("b", 40) is second

@@ -38,7 +38,9 @@ def test_plain_decoding_is_reported_by_batch_size(config: ClusterConfig) -> None
         rate = int(size) / report["step_ms"][size] * 1e3
         assert report["tokens_per_s"][size] == pytest.approx(rate, rel=0.05)
         parts = report["breakdown_ms"][size]
-        assert set(parts) == {"linears", "head", "attention", "norms", "step", "other"}
+        assert set(parts) == {
+            "linears", "head", "attention", "norms", "step", "step_gathered", "other"
+        }  # fmt: skip
     assert len(lines) == 5 and "linears" in lines[-1]
 
 
@@ -62,13 +64,13 @@ def test_the_breakdown_takes_parts_from_the_devices_timer(
     kind = "triton" if is_paged else "reference"
     fake = SimpleNamespace(implementation=lambda op, device: kind)
     monkeypatch.setattr(target_engine, "dispatch", fake)
-    monkeypatch.setattr(breakdown, "CONTEXT", 20)
     monkeypatch.setattr(target_engine, "CudaGraphRecorder", lambda: None)
     engine, timer = tiny_engine("cpu"), CountingTimer()
     assert (engine.paged is not None) is is_paged
-    found = breakdown.breakdown_ms(engine, 3, timer)
+    found = breakdown.breakdown_ms(engine, 3, timer, context=20)
     assert [found[part] for part in ("linears", "head", "attention", "norms")] == [2.0] * 4
     assert timer.num_runs == 4 * (breakdown.REPEATS + breakdown.WARM_UPS)
+    assert ("step_gathered" in found) is not is_paged
     assert found["step"] > 0 and found["other"] == pytest.approx(max(0, found["step"] - 8), abs=0.1)
 
 
