@@ -31,7 +31,9 @@ def bench(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.set)
     from actors.engine import bench as engine_bench  # imports torch: only when it is measured
 
-    report: dict[str, Any] = dict(engine_bench.run(config, arguments.batch, progress=note))
+    report: dict[str, Any] = dict(
+        engine_bench.run(config, arguments.batch, progress=note, context=arguments.context)
+    )
     if arguments.json:
         emit_json(report)
     else:

@@ -13,11 +13,12 @@ from actors.engine.breakdown import breakdown_ms
 from actors.engine.moe_bench import moe_stages_ms
 from actors.engine.target_engine import TorchTargetEngine, load_engine
 from actors.engine.trial import prefilled
+from configs.load import ConfigError
 from configs.schema import ClusterConfig
 from kernels import dispatch
 
 BENCH_CONTEXT = 128
-BENCH_STEPS = 32
+BENCH_STEPS, WARM_UPS = 32, 4
 
 Progress = Callable[[str], None]
 
@@ -40,8 +41,17 @@ def run(
         captures: replay steps from CUDA graphs where the device has them.
         context: tokens of each request before the first step.
 
-    Raises CheckpointError when the target cannot be loaded.
+    Raises CheckpointError when the target cannot be loaded, ConfigError where the model has no room for `context`.
     """
+    most = config.model.max_model_len - BENCH_STEPS - WARM_UPS
+    if not 1 <= context <= most:
+        raise ConfigError(
+            "--context",
+            context,
+            "the command line",
+            f"model.max_model_len is {config.model.max_model_len} and {BENCH_STEPS + WARM_UPS} steps follow",
+            f"use 1 to {most}",
+        )
     if config.target.num_threads:
         torch.set_num_threads(config.target.num_threads)
     engine = load_engine(config, captures=captures)
@@ -82,10 +92,10 @@ def decode_step_s(
     context: int = BENCH_CONTEXT,
 ) -> float:
     """Median seconds of a whole step of `num_requests` greedy requests, one token each, after `context` tokens."""
-    rows = prefilled(engine, num_requests, context, steps + 4)
+    rows = prefilled(engine, num_requests, context, steps + WARM_UPS)
     step = dict.fromkeys(range(num_requests), 1)
-    plans = [rows.plan(step) for _ in range(steps + 4)]
-    return statistics.median([_timed(partial(rows.engine.step, plan)) for plan in plans][4:])
+    plans = [rows.plan(step) for _ in range(steps + WARM_UPS)]
+    return statistics.median([_timed(partial(rows.engine.step, plan)) for plan in plans][WARM_UPS:])
 
 
 def _timed(action: Callable[[], object]) -> float:

@@ -27,6 +27,9 @@ def add_options(bench: argparse.ArgumentParser) -> None:
     )
     other.add_argument("--streams", type=int, default=32, help="of --overhead (default 32)")
     other.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
+    other.add_argument(
+        "--context", type=int, default=128, help="of --engine-only: tokens before (default 128)"
+    )
     other.add_argument("--ranks", type=int, default=0, help="budgets of so many uneven ranks")
     other.add_argument("--crowd", type=int, default=8, help="chats on one rank (default 8)")
     other.add_argument("--few", type=int, default=2, help="streams on each other (default 2)")

@@ -112,12 +112,20 @@ def test_output_into_a_closed_pipe_is_no_crash() -> None:
 @pytest.fixture
 def engine_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
-        config: ClusterConfig, batch_sizes: Sequence[int], progress: Callable[[str], None]
+        config: ClusterConfig,
+        batch_sizes: Sequence[int],
+        progress: Callable[[str], None],
+        context: int,
     ) -> dict[str, Any]:
         progress("measuring")
         rates = {str(size): 10.0 * size for size in batch_sizes}
         parts = {"1": {"linears": 2.5, "attention": 0.25}}
-        return {"tokens_per_s": rates, "breakdown_ms": parts, "dtype": config.model.dtype}
+        return {
+            "tokens_per_s": rates,
+            "breakdown_ms": parts,
+            "dtype": config.model.dtype,
+            "context": context,
+        }
 
     module = ModuleType("actors.engine.bench")
     module.run = run  # type: ignore[attr-defined]
@@ -130,7 +138,7 @@ def test_bench_prints_tokens_per_second_by_batch(capsys: pytest.CaptureFixture[s
     assert main(["bench", "--engine-only", "--json", "--batch", "1", "2"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["tokens_per_s"] == {"1": 10.0, "2": 20.0}
-    assert report["dtype"] == load("laptop-cpu").model.dtype
+    assert report["dtype"] == load("laptop-cpu").model.dtype and report["context"] == 128
     assert main(["bench", "--engine-only"]) == 0
     text = capsys.readouterr().out
     assert "160.0" in text

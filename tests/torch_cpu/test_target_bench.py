@@ -14,6 +14,7 @@ import torch
 from actors.core.own_profile import StepTimes
 from actors.engine import bench, bench_command, breakdown, round_bench, step_profile, target_engine
 from actors.engine.target_engine import load_engine
+from configs.load import ConfigError
 from configs.schema import ClusterConfig
 from tests.torch_cpu.rank_engines import TAPS, real_drafter, write_tiny_llama
 from tests.torch_cpu.tiny_target import tiny_engine
@@ -42,6 +43,14 @@ def test_plain_decoding_is_reported_by_batch_size(config: ClusterConfig) -> None
             "linears", "head", "attention", "norms", "step", "step_gathered", "other"
         }  # fmt: skip
     assert len(lines) == 5 and "linears" in lines[-1]
+
+
+@pytest.mark.parametrize("context", [0, 221])
+def test_a_context_without_room_for_the_steps_is_refused(
+    config: ClusterConfig, context: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"--context = {context} .*use 1 to 220"):
+        bench.run(config, (1,), print, context=context)
 
 
 class CountingTimer:
