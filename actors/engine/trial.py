@@ -102,7 +102,9 @@ def prefilled(
     )
     ids[:, :context] = ids[0, :context]
     per_row = -(-ids.shape[1] // engine.store.block_size)
-    rows = TrialSequences(engine.sibling(per_row * num_requests), list(ids))
+    # Where K/V are kept contiguous too (`kernels.row_mirror`), padded: room as in a pool of which not everything runs.
+    room_for = 2 if engine.mirrors else 1
+    rows = TrialSequences(engine.sibling(room_for * per_row * num_requests), list(ids))
     rows.engine.step(rows.plan({0: context}))
     for row in range(1, num_requests):
         rows.engine.store.copy_blocks(rows.block_tables[0], rows.block_tables[row])
