@@ -32,7 +32,7 @@ class KvStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_layers, 2 * num_kv_heads, num_blocks * block_size, head_dim)
         pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -60,11 +60,6 @@ class KvStore:
         """[2 * kv_heads * slots, head_dim]: a row is a token of one head."""
         return self._slots[layer].view(-1, self.head_dim)
 
-    def head_rows(self, indices: npt.NDArray[np.int64], num_each: int) -> Tensor:
-        """Rows of `block_rows` or `token_rows` (of `num_each` a head), head after head, [2 * kv_heads * n]."""
-        heads = np.arange(2 * self.num_kv_heads)[:, None] * num_each
-        return torch.from_numpy((heads + indices).reshape(-1))
-
     def _note(self, blocks: npt.NDArray[np.integer]) -> None:
         self.clock += 1
         self.written_at[blocks] = self.clock
@@ -72,6 +67,10 @@ class KvStore:
     def rows_of(self, blocks: Tensor) -> Tensor:
         """What `read` wants to know of `blocks` [n]: the row of each, in every head, [2 * kv_heads * n]."""
         return (self._head_starts + blocks).view(-1)
+
+    def token_rows_of(self, slots: Tensor) -> Tensor:
+        """The same for `token_rows`: the row of each of `slots` [n], in every head, [2 * kv_heads * n]."""
+        return (self._head_starts * self.block_size + slots).view(-1)
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of n blocks, each [kv_heads, n * block_size, head_dim], contiguous; rows from `rows_of`."""

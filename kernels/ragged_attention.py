@@ -58,9 +58,8 @@ class RaggedRows:
     positions: Int  # [B] absolute
     kv_len: Int  # [R] context and own query
     block_tables: Int  # [R, max_blocks]
-    names: Sequence[
-        str
-    ] = ()  # [R] that tell rows apart from step to step; none: nothing is kept of them
+    # [R] that tell rows apart from step to step; none: nothing is kept of them
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,8 @@ class AttentionGroup:
 
     num_rows: int
     query_len: int
-    source: (
-        MirrorStep | Tensor
-    )  # of K/V: what is kept of them, or the block rows [G * S / block_size] to read
+    # of K/V: what is kept of them, or of the G * S / block_size physical blocks what `KvStore.read` wants
+    source: MirrorStep | Tensor
     query_rows: (
         Tensor | None
     )  # [G * query_len] rows of the flattened step; None: all of them, in order

@@ -40,7 +40,6 @@ class MirrorStep:
 
     mirror: RowMirror
     order: Int
-    num_blocks: int
     wanted: Int  # [G, num_blocks] block of each place; -1: nobody looks at it
     blocks: tuple[Tensor, Tensor] | None  # rows of blocks in the pool, and where they go
     tokens: tuple[Tensor, Tensor]  # rows of tokens in the pool, and where they go
@@ -52,16 +51,14 @@ class MirrorStep:
         """
         mirror, store = self.mirror, self.mirror.store
         assert mirror.step is self, "another step has changed this mirror since"
-        kept = mirror.layer(layer)
+        kept, block = mirror.layer(layer), store.block_size * store.head_dim
         if self.blocks is not None:
             found = store.block_rows(layer).index_select(0, self.blocks[0])
-            size = store.block_size * store.head_dim
-            wide(kept.view(-1, size)).index_copy_(0, self.blocks[1], wide(found))
+            wide(kept.view(-1, block)).index_copy_(0, self.blocks[1], wide(found))
         found = store.token_rows(layer).index_select(0, self.tokens[0])
         wide(kept.view(-1, store.head_dim)).index_copy_(0, self.tokens[1], wide(found))
         shape = (len(self.order) * store.num_kv_heads, -1, store.head_dim)
-        used = len(self.order) * mirror.place_size(self.num_blocks)
-        half = len(kept) // 2
+        used, half = self.wanted.size * store.num_kv_heads * block, len(kept) // 2
         return kept[:used].view(shape), kept[half : half + used].view(shape)
 
     def done(self) -> None:
@@ -89,11 +86,6 @@ class RowMirror:
     _blocks: Int = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # by place; -1: none
     _copied_at: Int = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
-    def place_size(self, num_blocks: int) -> int:
-        """Numbers one place takes in each half of a layer."""
-        store = self.store
-        return num_blocks * store.block_size * store.num_kv_heads * store.head_dim
-
     def begin(
         self, names: Sequence[str], tables: Int, num_used: Int, token_row: Int, token_at: Int
     ) -> MirrorStep:
@@ -119,16 +111,16 @@ class RowMirror:
         if len(at):
             known[at, index] = -1
             blocks = (
-                store.head_rows(wanted[at, index], store.num_blocks),
+                store.rows_of(torch.from_numpy(wanted[at, index])),
                 self._targets(at, index, store.block_size),
             )
         size = store.block_size
         slots = tables[token_row, token_at // size] * size + token_at % size
         tokens = (
-            store.head_rows(slots, store.num_blocks * size),
+            store.token_rows_of(torch.from_numpy(slots)),
             self._targets(place[token_row], token_at, 1),
         )
-        self.step = MirrorStep(self, order, num_blocks, wanted, blocks, tokens)
+        self.step = MirrorStep(self, order, wanted, blocks, tokens)
         return self.step
 
     def know(self, wanted: Int) -> None:
@@ -143,7 +135,7 @@ class RowMirror:
         kept = self._layers.get(index)
         if kept is None:
             # Zeroed, as the store is: a masked key is multiplied by zero, so it must be a number.
-            size = 2 * self.place_size(self.num_tokens // self.store.block_size)
+            size = 2 * self.num_tokens * self.store.num_kv_heads * self.store.head_dim
             kept = self._layers[index] = self.store.pool(index).new_zeros(size)
         return kept
 

@@ -62,7 +62,7 @@ def run(
         step_ms[str(size)] = decode_step_s(engine, size, context=context) * 1e3
         progress(f"batch {size}: {size / step_ms[str(size)] * 1e3:.1f} tokens/s")
     shown = {min(batch_sizes), max(batch_sizes)}
-    parts = {size: breakdown_ms(engine, size, context=context) for size in shown}
+    parts = {size: breakdown_ms(engine, size, context) for size in shown}
     for size, ms in sorted(parts.items()):
         progress(f"batch {size}, ms: " + ", ".join(f"{name} {value}" for name, value in ms.items()))
     stages_ms: dict[str, float] = {}

@@ -14,7 +14,6 @@ from actors.engine.target_engine import TorchTargetEngine
 from actors.engine.target_model import StepInputs
 from actors.engine.trial import prefilled
 
-CONTEXT = 128
 REPEATS, WARM_UPS = 12, 2
 
 
@@ -53,12 +52,9 @@ def timer_for(device: torch.device) -> Timer:
 
 
 def breakdown_ms(
-    engine: TorchTargetEngine,
-    num_requests: int,
-    timer: Timer | None = None,
-    context: int = CONTEXT,
+    engine: TorchTargetEngine, num_requests: int, context: int, timer: Timer | None = None
 ) -> dict[str, float]:
-    """Milliseconds of one decode step by part, each run alone, medians.
+    """Milliseconds of one decode step after `context` tokens by part, each run alone, medians.
 
     `linears`, `head`, `attention` (rotation and K/V write included) and `norms` are timed by the device's timer,
     uncaptured; `step` is the whole step as served, by the clock, and `other` what the parts leave of it:

@@ -69,11 +69,9 @@ class TorchTargetEngine:
                 spec.max_model_len,
                 CudaGraphRecorder() if captures and model.sharding is None else None,
             )
-        keeps = (
-            self.paged is None and model.device.type == "cpu"
-        )  # other kernels follow block tables
-        windows = set(model.config.windows) if keeps else set[int]()
-        self.mirrors = {window: RowMirrors(store) for window in windows}
+        self.mirrors: dict[int, RowMirrors] = {}  # by window
+        if self.paged is None and model.device.type == "cpu":
+            self.mirrors = {window: RowMirrors(store) for window in set(model.config.windows)}
         self.tiling = Tiling.of(model.dtype, reproducible=spec.numerics == "reproducible")
 
     @torch.inference_mode()

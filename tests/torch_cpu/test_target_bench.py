@@ -76,7 +76,7 @@ def test_the_breakdown_takes_parts_from_the_devices_timer(
     monkeypatch.setattr(target_engine, "CudaGraphRecorder", lambda: None)
     engine, timer = tiny_engine("cpu"), CountingTimer()
     assert (engine.paged is not None) is is_paged
-    found = breakdown.breakdown_ms(engine, 3, timer, context=20)
+    found = breakdown.breakdown_ms(engine, 3, 20, timer)
     assert [found[part] for part in ("linears", "head", "attention", "norms")] == [2.0] * 4
     assert timer.num_runs == 4 * (breakdown.REPEATS + breakdown.WARM_UPS)
     assert ("step_gathered" in found) is not is_paged
